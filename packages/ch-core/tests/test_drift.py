@@ -29,6 +29,7 @@ class Model:
         self.check = RankCheck(every, on_drift)
         self.check.watch(lambda: self.params.items(), lambda: range(rank.world_size))
         self.engine.rank_check = self.check
+        self.outside: Exception | None = None  # error of this rank outside of the reduction
 
     def step(self, number: int) -> BaseException | None:
         torch.manual_seed(100 * number + self.rank.rank)
@@ -37,7 +38,7 @@ class Model:
             grad = Bucket(grad.layout, grad.buffer, index, index == 6)
             self.engine.submit(grad)
             if index == 6:
-                error = self.engine.finish()
+                error = self.engine.finish(outside=self.outside)
             for other in self.params:
                 if other == name:
                     self.params[other] = self.params[other] * 0.9
@@ -178,3 +179,16 @@ def test_another_group_counts_from_its_first_step() -> None:
 def test_illegal_options_are_refused(every: Any, on_drift: str) -> None:
     with pytest.raises(HookConfigError, match="expected"):
         RankCheck(every, on_drift)
+
+
+def test_a_difference_of_a_step_that_fails_for_another_reason_is_not_raised_in_the_next_one() -> None:
+    def change(number: int, model: Model) -> None:
+        model.outside = ValueError("of one rank") if number == 1 and model.rank.rank else None
+        if model.rank.rank:  # other parameters in step 1 only
+            for param in model.params.values():
+                param.mul_({1: 2.0, 2: 0.5}.get(number, 1.0))
+
+    for found, check in run(2, 4, 1, change):
+        assert check.drift is not None and check.drift.step == 1
+        assert [isinstance(error, ValueError | RemoteHookError) for error in found] == [False, True, False, False]
+        assert found[0] is found[2] is found[3] is None

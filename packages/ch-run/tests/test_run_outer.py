@@ -4,6 +4,8 @@ The cases run in two gloo processes, which watch the imports as the command does
 script, and once with ``OuterOptimizer`` by hand.
 """
 
+import copy
+import io
 import os
 from collections.abc import Callable
 from functools import partial
@@ -58,10 +60,6 @@ def batch(rank: int, step: int) -> torch.Tensor:
 def loss_of(model: nn.Module, rank: int, step: int, **options: bool) -> torch.Tensor:
     x = batch(rank, step)
     return (model(x, **options)[:, 0] - x.sum(1).sin()).square().mean()
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def everything(model: nn.Module) -> list[torch.Tensor]:
@@ -333,6 +331,7 @@ def refused(rank: int, world: int) -> list[str]:
         optimizer = torch.optim.SGD(model.parameters())
         loss.backward()
         optimizer.step()
+        loss_of(model, rank, 1)
 
     def other_order() -> None:
         model = ddp()(net())
@@ -362,6 +361,29 @@ def refused(rank: int, world: int) -> list[str]:
         loss_of(model, rank, 0)
         del optimizer
 
+    def averaging() -> None:
+        class Free(torch.optim.SGD):
+            def eval(self) -> None: ...
+
+        model = ddp()(net())
+        optimizer = Free(model.parameters(), lr=0.1)
+        loss_of(model, rank, 0)
+        del optimizer
+
+    def masters() -> None:
+        model = ddp()(net())
+        copies = [nn.Parameter(p.detach().double()) for p in model.parameters()]
+        optimizer = torch.optim.SGD(copies, lr=0.1)
+        for step in range(2):
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+            for p, own in zip(model.parameters(), copies, strict=True):
+                own.grad = p.grad.double()
+            optimizer.step()
+            with torch.no_grad():
+                for p, own in zip(model.parameters(), copies, strict=True):
+                    p.copy_(own)
+
     def sharded() -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -380,6 +402,8 @@ def refused(rank: int, world: int) -> list[str]:
         attempt(shared, "cannot choose between SGD and SGD"),
         attempt(two_models, "is no parameter of"),
         attempt(zero, "sends its own messages"),
+        attempt(averaging, "with Free, which has eval()"),
+        attempt(masters, "no torch.optim optimizer holds them"),
         attempt(sharded, "has none: all ranks hold parts of one model"),
     ]
     return [text for text in found if text]
@@ -415,42 +439,51 @@ def test_an_outer_optimizer_or_a_hook_of_the_script_stays() -> None:
         assert "has a hook of the script's own, which stays: OuterOptimizer" in notes[0] and "quant8" in notes[1]
 
 
-# -- the model that all ranks share
+# -- the model that the script holds
 
 
-def one_model(rank: int, world: int) -> dict[str, Any]:
-    """Return the contents of checkpoints between rounds, and at the end of a run of a known number of steps."""
+def holds(model: nn.Module) -> bool:
+    """Return True if a checkpoint of the model and of its parts has the values of the model."""
+    named = dict([*model.named_parameters(), *model.named_buffers()])
+    parts = [(prefix + "." if prefix else "", part) for prefix, part in model.named_modules()]
+    return all(
+        torch.equal(value, named[prefix + name]) for prefix, part in parts for name, value in part.state_dict().items()
+    )
+
+
+def one_model(rank: int, world: int) -> list[list[torch.Tensor]]:
+    """Return the models after each step, then the best one loaded, and an average of the script copied in."""
     watching("diloco(every=3, steps=8)")
     model = ddp()(net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found: dict[str, Any] = {"saved": [], "live": []}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    average = None
+    found: list[list[torch.Tensor]] = []
     for step in range(8):
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()
         optimizer.step()
-        saved = model.module.state_dict() if step % 2 else {k[7:]: v for k, v in model.state_dict().items()}
-        part = model.module.first.state_dict()
-        assert torch.equal(part["weight"], saved["first.weight"])
-        assert model.module.state_dict(keep_vars=True)["last.bias"] is model.module.last.bias
-        found["saved"].append({name: t.clone() for name, t in saved.items() if t.is_floating_point()})
-        named = [*model.module.named_parameters(), *model.module.named_buffers()]
-        found["live"].append({name: t.detach().clone() for name, t in named if t.is_floating_point()})
-    saved["first.weight"].zero_()  # the script is responsible for it
-    found["start"] = model.module.state_dict()["first.weight"]
+        assert holds(model) and holds(model.module)
+        found.append(everything(model))
+        average = average or torch.optim.swa_utils.AveragedModel(model.module)  # a copy of the model
+        average.update_parameters(model.module)
+        if step == 5:
+            best = copy.deepcopy(model.module.state_dict())
+    model.module.load_state_dict(best)
+    found.append(everything(model))
+    with torch.no_grad():
+        for p, mean in zip(model.module.parameters(), average.module.parameters(), strict=True):
+            p.copy_(mean)
+    assert holds(model) and holds(model.module)
+    torch.save(model.module, io.BytesIO())
     return found
 
 
-def test_checkpoints_hold_one_model_on_all_ranks_and_the_last_one_holds_the_last_step() -> None:
+def test_checkpoints_hold_the_model_and_all_ranks_hold_one_at_the_end_of_each_round() -> None:
     one, other = spawn(one_model, 2, timeout=120)
     for step in range(8):
-        saved = one["saved"][step], other["saved"][step]
-        assert same(*saved), step
-        live = [same(each["live"][step], each["saved"][step]) for each in (one, other)]
-        equal = same(one["live"][step], other["live"][step])
-        ended = step + 1 in (3, 6, 8)
-        assert live == [ended] * 2 and equal == ended, step
-    assert torch.equal(one["start"], one["saved"][7]["first.weight"])
-    assert not torch.equal(one["saved"][6]["last.weight"], one["saved"][7]["last.weight"])
+        equal = all(torch.equal(a, b) for a, b in zip(one[step], other[step], strict=True))
+        assert equal == (step + 1 in (3, 6, 8)), step
+    assert all(torch.equal(a, b) for a, b in zip(one[8], one[5], strict=True))
 
 
 def wrapped_again(rank: int, world: int) -> list[int]:
@@ -488,6 +521,8 @@ def test_a_script_with_its_own_loop(tmp_path: Path, door: bool) -> None:
     assert "8 inner steps, 2 rounds" in done.err and not done.report["notes"]
     assert "of the time in exchanges" in done.err and "ranks apart at the end of a round" in done.err
     assert len(model["apart"]) == 2 and min(model["apart"]) > 0 and 0 < model["exchange_share"] < 1
+    assert "diloco(every=3, exchange=quant4) has no steps=" in done.err
+    assert "the script saves after step 8, inside a round" in done.err and "after step 9, and every 3 steps" in done.err
     assert model["steps_alone"] == 2 and "warning: the last 2 steps are on no other rank; give steps=8" in done.err
 
 
@@ -498,6 +533,7 @@ def test_a_run_without_a_round_says_that_the_ranks_differ(tmp_path: Path) -> Non
     assert "no round was completed, so the ranks hold different models; give every= below 8, or steps=8" in done.err
     done = run(tmp_path, "ddp_loop", outer="diloco(steps=8)")
     assert done.report["models"][0]["steps_alone"] == 0 and "no other rank" not in done.err
+    assert "the script saves" not in done.err and "has no steps=" not in done.err
 
 
 def test_the_report_tells_of_steps_that_no_other_rank_has() -> None:

@@ -1,4 +1,4 @@
-"""``commhooks run --outer --state``: killed between two rounds or inside one, and resumed, the script unchanged."""
+"""``commhooks run --outer --state``: killed, and resumed from the end of a round, the script unchanged."""
 
 import shutil
 from pathlib import Path
@@ -37,15 +37,35 @@ def killed_and_resumed(folder: Path, script: str, outer: str, save: int, **optio
 @pytest.mark.parametrize(
     ("outer", "save"),
     [
-        (f"diloco(every=3, steps=8, exchange={FEEDBACK})", 4),  # inside a round
-        pytest.param("diloco(every=3, steps=8)", 6, marks=pytest.mark.full),  # between two rounds
-        pytest.param(STREAMING, 4, marks=pytest.mark.full),  # while an exchange is under way
-        pytest.param("diloco(every=4, overlap=2, mix=carry, steps=8)", 5, marks=pytest.mark.full),
-        pytest.param("diloco(every=5, steps=8)", 3, marks=pytest.mark.full),  # in the first round
+        (f"diloco(every=2, steps=8, exchange={FEEDBACK})", 4),
+        pytest.param("diloco(every=3, steps=8)", 6, marks=pytest.mark.full),
+        pytest.param("diloco(every=3, overlap=2, steps=8)", 5, marks=pytest.mark.full),  # the end of the first round
     ],
 )
 def test_killed_and_resumed_with_the_same_bits(tmp_path: Path, outer: str, save: int) -> None:
     assert killed_and_resumed(tmp_path, "ddp_loop", outer, save)[0]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_resume_from_inside_a_round_is_refused_and_names_the_last_step(tmp_path: Path, every: int) -> None:
+    """Rank 0 saves alone while the other rank is already further in the round."""
+    text = (
+        (SCRIPTS / "ddp_loop.py")
+        .read_text()
+        .replace("            torch.save(saved", "            time.sleep(2); torch.save(saved")
+    )
+    text = text.replace("import os\n", "import os\nimport time\n").replace("        dist.barrier()\n", "")
+    given = {"outer": f"diloco(every=3, exchange={FEEDBACK})", "state": "state", "state_every": every}
+    died = run(tmp_path, text, "--save", 4, "--kill", 7, check=False, **given)
+    assert "the script saves after step 4, inside a round" in died.err and "after step 6, and every 3 steps" in died.err
+    done = run(tmp_path, text, "--resume", check=False, **given)
+    assert done.code != 0 and "StateError" in done.err
+    assert "(the last is 6)" in done.err and "save after a step that ends a round" in done.err
+
+
+def test_schedules_without_a_common_model_are_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, "ddp_loop", outer=STREAMING, state="state", check=False)
+    assert done.code != 0 and "the ranks hold different models until the last step" in done.err
 
 
 NORM = "torch.nn.Linear(64, 96), torch.nn.BatchNorm1d(96)"
@@ -64,7 +84,7 @@ NORM = "torch.nn.Linear(64, 96), torch.nn.BatchNorm1d(96)"
 def test_scripts_of_other_kinds_resume_too(tmp_path: Path, old: str, new: str) -> None:
     text = (SCRIPTS / "ddp_loop.py").read_text()
     assert old in text
-    assert killed_and_resumed(tmp_path, text.replace(old, new), "diloco(every=3, steps=8)", 5)[0]
+    assert killed_and_resumed(tmp_path, text.replace(old, new), "diloco(every=3, steps=8)", 6)[0]
 
 
 @pytest.mark.full
@@ -77,12 +97,12 @@ def test_a_schedule_keeps_the_rate_that_the_script_has_loaded(tmp_path: Path) ->
     text = text.replace(
         '    begin = saved["step"]', '    schedule.load_state_dict(saved["schedule"]); begin = saved["step"]'
     )
-    assert killed_and_resumed(tmp_path, text, "diloco(every=3, steps=8)", 4)[0]
+    assert killed_and_resumed(tmp_path, text, "diloco(every=2, steps=8)", 4)[0]
 
 
 @pytest.mark.full
 def test_three_ranks_go_on_from_the_start_of_two(tmp_path: Path) -> None:
-    run(tmp_path, "ddp_loop", "--save", 4, "--kill", 5, outer="diloco(every=3)", state="state", check=False)
+    run(tmp_path, "ddp_loop", "--save", 3, "--kill", 5, outer="diloco(every=3)", state="state", check=False)
     done = run(tmp_path, "ddp_loop", "--resume", ranks=3, outer="diloco(every=3)", state="state")
     assert done.report["models"][0]["steps"] == 8 and done.stats["rounds_done"] == 2
 
@@ -90,7 +110,7 @@ def test_three_ranks_go_on_from_the_start_of_two(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
     outer = "diloco(every=3)"
-    run(tmp_path, "ddp_loop", "--save", 4, "--kill", 5, outer=outer, state="state", check=False)
+    run(tmp_path, "ddp_loop", "--save", 3, "--kill", 5, outer=outer, state="state", check=False)
     shutil.copytree(tmp_path / "state", tmp_path / "before")
     other = run(tmp_path, "ddp_loop", "--resume", outer="diloco(every=4)", state="state", check=False)
     assert other.code != 0 and "StateError" in other.err and "every=3" in other.err

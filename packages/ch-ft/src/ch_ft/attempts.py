@@ -300,6 +300,7 @@ def _watch_optimizer(
         raise AttachError(
             "the OptimizerWrapper given as optimizer= votes with another manager than the model's: give both the same one"
         )
-    if options.optimizer is None and options.scaler is None:
-        return None
+    finds = callable(options.optimizer) and not isinstance(options.optimizer, torch.optim.Optimizer)
+    if (finds or options.optimizer is None) and options.scaler is None:
+        return None  # the vote alone decides
     return OptimizerWatch(options.optimizer, options.scaler, params)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ch_core import log, wrapped_on_terminal, write_stderr
 from ch_run.found_model import FoundModel, HookedModel, LoneModel
+from ch_run.live_optimizers import optimizers_of
 from ch_run.outer_model import attach_outer, outer_text
 from ch_run.settings import Settings
 from commhooks import (
@@ -25,6 +26,7 @@ from commhooks import (
     adapter_for,
     as_text,
     attach,
+    create,
     inside,
     runs_alone,
     unwrapped,
@@ -164,9 +166,13 @@ class AutoAttach:
                 f"{name} gathers no weights, so --gather {settings.gather}, which is for FSDP2, does nothing for it"
             )
         if settings.hook and trains:
+            hook = create(settings.hook)
+            fields = hook.reduction.fields.values() if hook.reduction is not None else ()
             handle = attach(
                 model,
-                settings.hook,
+                hook,
+                # Gradients that the script throws away would stay in residuals. Other hooks work with any optimizer.
+                optimizer=optimizers_of if any(kind != "shared" for kind in fields) else None,
                 single_process=settings.single_process,
                 check_ranks_every=settings.check_ranks_every or None,
                 on_drift="raise" if settings.on_drift == "raise" else "warn",

@@ -95,8 +95,7 @@ def _torch_imported(_: ModuleType) -> None:
     except (CommHooksError, ValueError) as error:
         variables = " and ".join(name for name in NAMED if os.environ.get(name))
         raise SystemExit(f"{variables}: {type(error).__name__}: {error}") from None
-    if Settings.of().outer:
-        _WATCH.when_imported(OPTIMIZERS, live_optimizers.watch_optimizers)
+    _WATCH.when_imported(OPTIMIZERS, live_optimizers.watch_optimizers)
     wraps = [target for _, targets in REGISTRY.ask("commhooks_wraps") for target in targets]
     for target in [*wraps, FSDP1]:
         _WATCH.when_imported(target.partition(":")[0], functools.partial(_watch_wrapper, target))

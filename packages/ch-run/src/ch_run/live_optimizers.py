@@ -1,20 +1,19 @@
-"""Tracks the optimizers of this process, so that an outer optimizer finds a model's optimizers before their first step.
+"""Tracks the optimizers of this process, so that a model's optimizers are known before their first step.
 
-The first step would be too late. A `GradScaler` often skips it, and calls no method of the optimizer then.
+The first step would be too late for an outer optimizer. A `GradScaler` often skips it, and calls no method of the optimizer
+then.
 """
 
 import functools
-import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-_made: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()  # in order of creation
-_numbers = itertools.count()
+_made: "weakref.WeakKeyDictionary[torch.optim.Optimizer, None]" = weakref.WeakKeyDictionary()  # in order of creation
 
 
 def watch_optimizers(module: ModuleType) -> None:
@@ -32,13 +31,12 @@ def _remembering(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         method(self, *args, **kwargs)
-        _made.setdefault(self, next(_numbers))
+        _made.setdefault(self, None)
 
     return wrapped
 
 
-def optimizers_of(model: "torch.nn.Module") -> "list[torch.optim.Optimizer]":
-    """Return the optimizers that step a parameter of the model, in the order of their creation."""
-    mine = {id(param) for param in model.parameters()}
-    found = [one for one in list(_made) if any(id(p) in mine for group in one.param_groups for p in group["params"])]
-    return sorted(found, key=lambda one: _made[one])
+def optimizers_of(params: "Iterable[torch.Tensor]") -> "list[torch.optim.Optimizer]":
+    """Return the optimizers that step one of the parameters, in the order of their creation."""
+    mine = {id(param) for param in params}
+    return [one for one in list(_made) if any(id(p) in mine for group in one.param_groups for p in group["params"])]

@@ -1,26 +1,27 @@
 """Trains a model of the script with an outer optimizer (`commhooks run --outer`)."""
 
 import gc
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ch_core import log
+from ch_core import checksum, log
 from ch_run.found_model import FoundModel
 from ch_run.live_optimizers import optimizers_of
 from ch_run.outer_protocol import Outer
 from ch_run.outer_state import OuterKept
-from ch_run.saved_states import Kept
-from ch_run.shared_checkpoint import share_checkpoints
+from ch_run.own_messages import OwnMessages, own_messages
+from ch_run.saved_states import Kept, watch_saves
 from ch_trace import Trace
 from commhooks import (
     REGISTRY,
     HookConfigError,
     HookNotSupportedError,
+    RankMismatchError,
     SlotTakenError,
     class_names,
     load_target,
@@ -48,12 +49,36 @@ class OuterModel(FoundModel):
         self.expression, self.outer, self._group = expression, outer, group
         self.params = {id(param) for param in model.parameters()}
         self._model: weakref.ref[torch.nn.Module] = weakref.ref(model)
-        self._optims = list(optims)
+        self._optims, self._rank = list(optims), dist.get_rank()  # a script may save after it has destroyed the group
         _, options = REGISTRY.outer(expression)
-        self._closers = [
-            share_checkpoints(model, outer.shared),
-            outer.follow(*optims[:-1], finish_after=options.get("steps")),
-        ]
+        self._every, self._steps, self._told = options.get("every"), options.get("steps"), False
+        if self._steps is None:
+            self._say(
+                f"--outer: {expression} has no steps=, so the steps after the last whole round will reach no other rank. Give "
+                "steps=N, the number of optimizer steps of the whole run"
+            )
+        for one in optims:  # before follow(), so that these hooks run before the exchange of a step
+            OwnMessages(one, name, group)
+        self._close = outer.follow(*optims[:-1], finish_after=self._steps)
+        watch_saves(self.script_saved)
+
+    def _say(self, text: str) -> None:
+        log.log(logging.WARNING if self._rank == 0 else logging.DEBUG, "%s", text)
+
+    def script_saved(self) -> None:
+        """Tell that ranks hold different models, at the first save of the script inside a round."""
+        if self.row is not None or self._told or self.outer.common:
+            return
+        self._told, step = True, self.outer.next_common()
+        ends = (
+            f"after step {step}, and every {self._every} steps"
+            if step
+            else "only after the last step, which steps= gives"
+        )
+        self._say(
+            f"--outer: the script saves after step {self.outer.count}, inside a round. The file has the model of the rank that "
+            f"saves. Inside a round ranks hold different models. They hold one {ends}"
+        )
 
     def figures(self) -> dict[str, Any]:
         found = {"outer": self.expression, "steps": self.outer.count, "stats": self.outer.stats()}
@@ -75,9 +100,8 @@ class OuterModel(FoundModel):
     def drop(self) -> None:
         if self.row is None:
             super().drop()
-            for close in self._closers:
-                close()
-            self._closers, self._optims = [], []
+            self._close()
+            self._optims = []
             del self.outer
 
 
@@ -104,17 +128,28 @@ def attach_outer(model: torch.nn.Module, name: str, expression: str) -> FoundMod
         )
     optims = _optimizers(wrapped, name)
     group = load_target(target)(wrapped)  # also without an optimizer, because DDP prepares an average in each forward
-    if not optims:
-        if wrapped in _waiting:
-            log.warning(
-                "--outer: %s has no torch.optim optimizer so far, so its ranks train alone, without any round", name
-            )
-        _waiting.add(wrapped)
-        _watch_late_steps()
+    changed = False
+    if not optims or wrapped in _waiting:
+        now = checksum(*wrapped.parameters())
+        changed = _waiting.setdefault(wrapped, now) != now
+    if not optims and not changed:
         return None
-    _waiting.discard(wrapped)
+    if not optims:
+        raise HookNotSupportedError(
+            f"--outer: the parameters of {name} have changed, and no torch.optim optimizer holds them. So no step would be "
+            "counted, and the ranks would train alone. Step the parameters themselves, or use ch_outer in the script if an "
+            "optimizer steps fp32 copies or is of another kind"
+        )
     spec, options = REGISTRY.outer(expression)
-    outer: Outer = REGISTRY.target(spec)(optims[-1], wrapped, process_group=group, **options)
+    try:
+        outer: Outer = REGISTRY.target(spec)(optims[-1], wrapped, process_group=group, **options)
+    except RankMismatchError as error:
+        if not changed:
+            raise
+        raise HookNotSupportedError(
+            f"--outer: {type(optims[-1]).__name__} was made after the forward of its first step, which would be missing from the "
+            f"round ({error}). Make the optimizer before the first forward of {name}"
+        ) from error
     log.info("%s trains with %s around %s", name, expression, ", ".join(type(one).__name__ for one in optims))
     return OuterModel(name, expression, wrapped, outer, optims, group)
 
@@ -127,10 +162,10 @@ def _optimizers(model: torch.nn.Module, name: str) -> list[torch.optim.Optimizer
         HookNotSupportedError: an optimizer averages itself, or two step one parameter.
         HookConfigError: an optimizer also steps tensors that are not the model's.
     """
-    optims = optimizers_of(model)
+    optims = optimizers_of(model.parameters())
     if len(optims) > 1:
         gc.collect()  # an optimizer that the script has replaced may still live in a reference cycle
-        optims = optimizers_of(model)
+        optims = optimizers_of(model.parameters())
     mine = {id(param) for param in model.parameters()}
     owner: dict[int, torch.optim.Optimizer] = {}
     for optim in optims:
@@ -138,9 +173,11 @@ def _optimizers(model: torch.nn.Module, name: str) -> list[torch.optim.Optimizer
         if hasattr(optim, "follow"):
             raise SlotTakenError(f"the script makes its own {kind}", by=kind)
         if type(optim).__module__.startswith("torch.distributed"):
+            raise own_messages(name, kind)
+        if callable(getattr(optim, "eval", None)):
             raise HookNotSupportedError(
-                f"--outer cannot train {name} with {kind}, whose step sends its own messages. Use a plain torch.optim "
-                "optimizer"
+                f"--outer cannot train {name} with {kind}, which has eval(). A schedule-free optimizer swaps averages of its own "
+                "into the model there, and ranks do not exchange these. Use an optimizer that steps the parameters alone"
             )
         for param in (p for group in optim.param_groups for p in group["params"]):
             other = owner.setdefault(id(param), optim)
@@ -157,28 +194,8 @@ def _optimizers(model: torch.nn.Module, name: str) -> list[torch.optim.Optimizer
     return optims
 
 
-_waiting: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
-"""Models that have run a forward before the script made their optimizer."""
-
-
-def _watch_late_steps() -> None:
-    global _watching
-    if not _watching:
-        _watching = True
-        register_optimizer_step_pre_hook(torch.compiler.disable(_refuse_late))
-
-
-_watching = False
-
-
-def _refuse_late(optim: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    stepped = {id(param) for group in optim.param_groups for param in group["params"]}
-    for model in list(_waiting):
-        if any(id(param) in stepped for param in model.parameters()):
-            raise HookNotSupportedError(
-                f"--outer: {type(optim).__name__} was made after the forward of the step that it ends, so this step would be "
-                f"missing from the round. Make the optimizer before the first forward of {type(model).__name__}"
-            )
+_waiting: "weakref.WeakKeyDictionary[torch.nn.Module, str]" = weakref.WeakKeyDictionary()
+"""Models that have run a forward before the script made their optimizer, with the checksum of their parameters then."""
 
 
 def outer_text(row: Mapping[str, Any]) -> str:
@@ -208,6 +225,6 @@ def outer_text(row: Mapping[str, Any]) -> str:
         else:
             lines.append(
                 f"warning: no round was completed, so the ranks hold different models; give every= below {steps}, or "
-                f"steps={steps}. Checkpoints of the script hold the initial model"
+                f"steps={steps}."
             )
     return "\n".join(lines)

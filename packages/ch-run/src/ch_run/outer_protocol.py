@@ -22,6 +22,8 @@ class Outer(Protocol):
     def follow(self, *others: torch.optim.Optimizer, finish_after: int | None = None) -> Callable[[], None]:
         """Make outer steps whenever the inner optimizer itself steps. Return a function that ends this.
 
+        `load_state_dict` of the model then moves the start of the round to the loaded parameters.
+
         Args:
             others: optimizers of the same model that step before the inner one.
             finish_after: inner steps of the whole run. After them all ranks take one model.
@@ -30,8 +32,12 @@ class Outer(Protocol):
     def finish(self) -> None:
         """End the training on all ranks, which then hold one model."""
 
-    def shared(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of a parameter or buffer and the value that all ranks share."""
+    @property
+    def common(self) -> bool:
+        """True if all ranks hold one model now."""
+
+    def next_common(self) -> int | None:
+        """Return the number of the next step after which all ranks hold one model; `None` if only :meth:`finish` does so."""
 
     def stats(self) -> dict[str, float]:
         """Return cumulative figures by name."""

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ from commhooks import CommHook, HookState, StateError, load_obtained, merge
 SAVED = "saved"  # file in the folder of a snapshot after which the script saved something
 LATEST, MARKED = 2, 5  # numbers of snapshots that stay
 _SET = re.compile(r"step-(\d{12})-([0-9a-f]{16})\Z")
-_RANK = re.compile(r"rank-(\d+)-of-(\d+)-([0-9a-f]{16,32})-([0-9a-f]{8}|none)\.pt\Z")
+_RANK = re.compile(r"rank-(\d+)-of-(\d+)-([0-9a-f]{16})-([0-9a-f]{8}|none)\.pt\Z")
 _RUN = re.compile(r"run-([0-9a-f]{16})-after-step-(\d{12})-([0-9a-f]{16})\Z")
 Key = tuple[int, str]
 _NONE: Key = (-1, "0" * 16)
@@ -105,24 +105,20 @@ class Kept(Protocol):
     Attributes:
         expr: expression of the hook or outer optimizer, for errors.
         params: parameters whose optimizer makes the steps that count.
+        remedy: sentence for a user who saves a checkpoint that has no snapshot.
         group: the ranks that write.
     """
 
     expr: str
     params: list[torch.Tensor]
     group: dist.ProcessGroup
+    remedy: str
 
     def fingerprint(self) -> str:
-        """Return 16 or 32 hexadecimal digits of the values by which a checkpoint of the script finds its snapshot."""
+        """Return 16 hexadecimal digits of the parameters, by which a checkpoint of the script finds its snapshot."""
 
-    def found(self) -> str:
-        """Return the fingerprint of the values that the script has loaded, before its first step."""
-
-    def fits(self, one: "Snapshot", rank: int, world: int, own: str) -> bool:
-        """Return True if a snapshot belongs to the values of this rank, whose fingerprint is `own`."""
-
-    def best(self, fitting: Sequence["Snapshot"], own: str) -> list["Snapshot"]:
-        """Return the preferred ones of the fitting snapshots."""
+    def whole(self) -> bool:
+        """Return True if all ranks hold one model now, so that a checkpoint of one rank can be resumed on all."""
 
     def progress(self) -> float:
         """Return a number that grows when a step has begun since the last one ended."""
@@ -145,6 +141,8 @@ class HookKept:
         StateError: the hook is a foreign function with its own state, or its ranks belong to a manager.
     """
 
+    remedy = "Let --state-every divide the steps between checkpoints"
+
     def __init__(self, handle: CommHook) -> None:
         binding = handle.binding
         if binding is None or not isinstance(handle.state, HookState):
@@ -161,17 +159,8 @@ class HookKept:
     def fingerprint(self) -> str:
         return checksum(*self.params)
 
-    def found(self) -> str:
-        return self.fingerprint()
-
-    def best(self, fitting: Sequence["Snapshot"], own: str) -> list["Snapshot"]:
-        return list(fitting)
-
-    def fits(self, one: "Snapshot", rank: int, world: int, own: str) -> bool:
-        """Compare this rank's parameters. With another world size, compare the parameters of all saved ranks."""
-        if one.world == world:
-            return one.checksums[rank] == own
-        return set(one.checksums.values()) == {own}
+    def whole(self) -> bool:
+        return True
 
     def progress(self) -> float:
         """Return the number of backwards that the engine has finished."""
@@ -196,6 +185,8 @@ class LoneKept:
         params: trainable parameters.
     """
 
+    remedy = HookKept.remedy
+
     def __init__(self, expr: str, params: list[torch.Tensor]) -> None:
         self.expr, self.params = expr, params
         self.group: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
@@ -203,14 +194,8 @@ class LoneKept:
     def fingerprint(self) -> str:
         return checksum(*self.params)
 
-    def found(self) -> str:
-        return self.fingerprint()
-
-    def best(self, fitting: Sequence["Snapshot"], own: str) -> list["Snapshot"]:
-        return list(fitting)
-
-    def fits(self, one: "Snapshot", rank: int, world: int, own: str) -> bool:
-        return set(one.checksums.values()) == {own}
+    def whole(self) -> bool:
+        return True
 
     def progress(self) -> float:
         return 0.0
@@ -245,6 +230,7 @@ class StateFolder:
         self._failed: int | None = None  # step of the last written snapshot when a write failed
         self._current = folder  # of the newest snapshot, written or resumed
         self._ended_steps = 0.0
+        self._due = False  # True from the Nth step until its snapshot
         self._latest: list[Key] = []
         self._lineage: dict[str, int] = {}  # last step of each run that this one goes on from, itself included
         self._abandoned: set[Key] = set()
@@ -258,15 +244,13 @@ class StateFolder:
         Raises:
             StateError: on all ranks, if there are snapshots but none has these parameters. No file has changed.
         """
-        own = self.kept.found()
+        own = self.kept.fingerprint()
         exchange = StoreExchange(self.group, group_timeout(self.group))
         self.run = _agree_on_run(exchange)
         self._see_one_folder(exchange)
         found = [one for one in self.listed() if one.whole]
-        fitting = {one.key: one for one in found if self.kept.fits(one, self.rank, self.world, own)}
-        chosen = _newest_common(exchange, [one.key for one in self.kept.best(list(fitting.values()), own)])
-        if chosen is None:
-            chosen = _newest_common(exchange, list(fitting))
+        fitting = {one.key: one for one in found if self._fits(one, own)}
+        chosen = _newest_common(exchange, list(fitting))
         if chosen is not None:
             self._load(fitting[chosen])
         elif not isinstance(self.kept, LoneKept) and any(row != b"0" for row in exchange(b"1" if found else b"0")):
@@ -274,6 +258,12 @@ class StateFolder:
         else:
             self.write()
         self._watch()
+
+    def _fits(self, one: Snapshot, own: str) -> bool:
+        """Compare this rank's parameters. With another world size, compare the parameters of all saved ranks."""
+        if one.world == self.world:
+            return one.checksums[self.rank] == own
+        return set(one.checksums.values()) == {own}
 
     def listed(self) -> list[Snapshot]:
         """Return the snapshots in the folder, by step."""
@@ -324,8 +314,8 @@ class StateFolder:
         return (
             f"--state: {self.folder} has the hook's state after the steps {steps or '(on other ranks)'}, and the model's "
             f"parameters are those of none of them, nor of the beginning.{other} Resume the script from a checkpoint that was "
-            f"saved after one of these steps (--state-every {self.every} has to divide the steps between its checkpoints), or "
-            "give another folder for a new run"
+            f"saved after one of these steps (the last is {found[-1].step if found else 'elsewhere'}), or give another "
+            f"folder for a new run. {self.kept.remedy}"
         )
 
     def _see_one_folder(self, exchange: StoreExchange) -> None:
@@ -362,16 +352,17 @@ class StateFolder:
                 folder.after_step(optimizer)
 
         self._stops.append(register_optimizer_step_post_hook(torch.compiler.disable(after_step)).remove)
-        _on_save.append(this)
-        _watch_saves()
+        watch_saves(self.script_saved)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Write a snapshot if an optimizer of these parameters has made the Nth step."""
+        """Write a snapshot after each Nth step of an optimizer of these parameters, once all ranks hold one model."""
         if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
             return
         self.step += 1
         self._ended_steps = self.kept.progress()
-        if self.step % self.every == 0:
+        self._due |= self.step % self.every == 0
+        if self._due and self.kept.whole():
+            self._due = False
             self.write()
 
     def script_saved(self) -> None:
@@ -385,9 +376,10 @@ class StateFolder:
             self._warned = self.step
             log.warning(
                 "--state: the script saves after step %d, and the hook's state was saved after step %d: this checkpoint "
-                "cannot be resumed with --state. Let --state-every divide the steps between checkpoints",
+                "cannot be resumed with --state. %s",
                 self.step,
                 self._written,
+                self.kept.remedy,
             )
 
     def end(self) -> None:
@@ -395,7 +387,7 @@ class StateFolder:
         for stop in self._stops:
             stop()
         self._stops.clear()
-        if self._written != self.step and self._ended_steps == self.kept.progress():
+        if self._written != self.step and self._ended_steps == self.kept.progress() and self.kept.whole():
             self.write()
 
     def write(self) -> None:
@@ -508,7 +500,7 @@ def _newest_common(exchange: StoreExchange, keys: list[Key]) -> Key | None:
         rest = [key for key in rest if key <= lowest]
 
 
-_on_save: "list[weakref.ref[StateFolder]]" = []
+_on_save: "list[weakref.WeakMethod[Callable[[], None]]]" = []
 _saving = threading.local()  # .own: a snapshot is being written by this thread
 
 
@@ -519,6 +511,12 @@ def _own_save() -> Iterator[None]:
         yield
     finally:
         _saving.own = False
+
+
+def watch_saves(saved: Callable[[], None]) -> None:
+    """Call a method, of which no object is kept, whenever the script saves."""
+    _on_save.append(weakref.WeakMethod(saved))
+    _watch_saves()
 
 
 @functools.cache
@@ -533,9 +531,9 @@ def _watch_saves() -> None:
     def tag(storage: object) -> None:
         if not getattr(_saving, "own", False):
             for one in _on_save:
-                folder = one()
-                if folder is not None:
-                    folder.script_saved()
+                saved = one()
+                if saved is not None:
+                    saved()
 
     # Priority 0 comes before torch's own taggers (10 and more). None means that the next one is asked.
     torch.serialization.register_package(0, tag, lambda storage, location: None)

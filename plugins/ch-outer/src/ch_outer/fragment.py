@@ -11,15 +11,17 @@ DiLoCo is arXiv:2311.08105. Fragments, overlap and mix come from Streaming DiLoC
 delay-corrected merge of LOSCAR-SGD, arXiv:2605.20866.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ch_core import RankCheck
 from ch_outer.parameters import local
 from ch_outer.schedule import CARRY
-from commhooks import HookConfigError, PendingAverage, Reducer, StateError
+from commhooks import HookConfigError, PendingAverage, RankMismatchError, Reducer, StateError
 
 
 def start_of(param: torch.Tensor) -> torch.Tensor:
@@ -75,6 +77,7 @@ class Fragment:
         reducer: averages tensors of the shapes of the starts.
         mix: see :class:`.Schedule`.
         fixed: True if the ranks stay. A rank that is alone then knows that no other rank receives the average.
+        compared: True to compare the starts of all ranks in each round, by a digest of their bits.
 
     Attributes:
         since: number of inner steps at the start of the exchange under way, or ``None``.
@@ -90,6 +93,7 @@ class Fragment:
         mix: float | str,
         *,
         fixed: bool = True,
+        compared: bool = False,
     ) -> None:
         self.params, self.starts, self.reducer, self.mix = dict(params), dict(starts), reducer, mix
         self.since: int | None = None
@@ -101,6 +105,13 @@ class Fragment:
         # Rounding of 16-bit parameters: exact place minus parameter. Without it, the next pseudo-gradient would contain the
         # rounding, and a start that moves by less than the parameter's precision would never move.
         self._rounding: dict[str, torch.Tensor] = {}
+        self._check = RankCheck(1, "raise")
+        binding = reducer.handle.binding
+        if compared and binding is not None and binding.engine is not None:
+            group = binding.group
+            ranks = range(reducer.world_size) if group is None else dist.get_process_group_ranks(group)
+            self._check.watch(self.starts.items, lambda: ranks)
+            binding.engine.rank_check = self._check
 
     # -- one round
 
@@ -155,9 +166,16 @@ class Fragment:
         if exchange is not None:
             try:
                 exchange.wait()
-            except BaseException:  # any type, because the rank that failed raises its own error
+            except BaseException as error:  # any type, because the rank that failed raises its own error
                 self.miss()
-                raise
+                drift, self._check.drift = self._check.drift, None
+                if drift is None or not isinstance(error, RankMismatchError):
+                    raise
+                raise RankMismatchError(
+                    f"the ranks have different starts of this round ({drift}). Load the same values on all ranks. A copy that a "
+                    "rank takes of its model inside a round, where ranks hold different parameters, cannot be loaded again: put "
+                    "it back by copy_() instead of load_state_dict(), or copy the model at the end of a round"
+                ) from None
 
     def miss(self) -> None:
         """Drop this round. The next pseudo-gradient contains its moves."""
@@ -247,6 +265,18 @@ class Fragment:
         for name, start in self.starts.items():
             start.copy_(starts[name])
             self._move_to(name, start)
+
+    def load(self, loaded: Collection[int]) -> None:
+        """Move the start to parameters of these identities, which the script has just loaded on all ranks.
+
+        The load is no move of the round. An exchange under way has moves from another start, so it does not count.
+        """
+        for name, param in self.params.items():
+            if id(param) in loaded:
+                self.receive()
+                self.miss()
+                self.starts[name].copy_(local(param))
+                self._rounding.pop(name, None)
 
     # -- checkpoints
 

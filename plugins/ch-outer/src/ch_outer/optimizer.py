@@ -152,7 +152,8 @@ class OuterOptimizer(InnerOptimizer):
         """Make outer steps whenever ``step()`` of the inner optimizer itself is called, instead of :meth:`step`.
 
         For code that holds the inner optimizer, such as a framework. Closures, schedulers and a ``GradScaler`` work on the inner
-        optimizer as before. Do not call :meth:`step` any more.
+        optimizer as before. Do not call :meth:`step` any more. ``load_state_dict`` of the model, or of a part of it, moves the
+        start to the loaded parameters, so all ranks have to load the same. Other writes to parameters count in the round.
 
         Args:
             others: further optimizers of the model. In each iteration they step once each, in this order, before the inner one.
@@ -166,7 +167,7 @@ class OuterOptimizer(InnerOptimizer):
             if self.count == finish_after:
                 self.finish()
 
-        return Followed(self, [*others, self.optim], check).close
+        return Followed(self, [*others, self.optim], check, self._shared.model, self.rounds.load).close
 
     def move(self, process_group: dist.ProcessGroup) -> None:
         """Continue over another process group, which has survivors of a lost one and new ranks.
@@ -223,7 +224,7 @@ class OuterOptimizer(InnerOptimizer):
             >>> same, model.weight.item() == before
             (True, False)
         """
-        places = [(local(mine), shared) for mine, shared in self.shared()]
+        places = [(local(mine), shared) for mine, shared in self._shared.pairs()]
         own = [mine.clone() for mine, _ in places]
         try:
             write(self._shared.model, places)
@@ -231,12 +232,17 @@ class OuterOptimizer(InnerOptimizer):
         finally:
             write(self._shared.model, [(mine, before) for (mine, _), before in zip(places, own, strict=True)])
 
-    def shared(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the model that all ranks share, as pairs of a parameter or buffer and its shared value.
+    @property
+    def common(self) -> bool:
+        """True if all ranks hold one model now, because a round, :meth:`finish` or a load has just put them at the start."""
+        return self.count in (self.rounds.together, self.schedule.common(self.count))
 
-        A shared value is the start of a parameter (of its shard, under FSDP2) or the last average of a buffer.
+    def next_common(self) -> int | None:
+        """Return the number of the next inner step after which all ranks hold one model.
+
+        ``None`` if only :meth:`finish` makes them hold one, because fragments take turns or ``mix`` keeps own parameters.
         """
-        return self._shared.pairs()
+        return self.schedule.common(self.count + 1)
 
     def stats(self) -> dict[str, float]:
         """Return the sum of all exchanges' figures (see :meth:`commhooks.CommHook.stats`), and ``rounds_done``."""

@@ -4,7 +4,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,13 +25,14 @@ class Rounds(ABC):
     Attributes:
         count: inner steps done.
         landed: exchanges that have moved a start.
+        together: inner steps at the last :meth:`finish` or :meth:`load`, after which all ranks hold one model.
         takeovers: how often this rank has received the start of a peer from a manager.
         progress: figures of the exchanges.
     """
 
     def __init__(self, shared: SharedModel) -> None:
         self.shared, self.schedule, self.progress = shared, shared.schedule, Progress()
-        self.count = self.landed = self.takeovers = 0
+        self.count = self.landed = self.takeovers = self.together = 0
         self._failure: Exception | None = None  # of an outer step that failed on this rank alone
 
     # -- decisions of the ranks
@@ -71,7 +72,14 @@ class Rounds(ABC):
         self.exchange_rest()
         for fragment in self.shared.fragments:
             fragment.begin_at(fragment.starts)
+        self.together = self.count
         reshard(self.shared.model)
+
+    def load(self, loaded: Collection[int]) -> None:
+        """Begin at parameters of these identities, which the script has just loaded on all ranks."""
+        for fragment in self.shared.fragments:
+            fragment.load(loaded)
+        self.together = self.count
 
     def in_flight(self) -> list[tuple[int, int]]:
         """Return ``(inner steps at the start, index)`` of the fragments under way, oldest first."""

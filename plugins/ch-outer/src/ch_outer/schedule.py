@@ -81,6 +81,18 @@ class Schedule:
         first = (fragment + 1) * self.every // self._turns
         return first + (count - first) // self.every * self.every if count >= first else 0
 
+    def common(self, count: int) -> int | None:
+        """Return the first step, ``count`` or a later one, after which all ranks are at the start and hold one model.
+
+        ``None`` if there is none, because fragments take turns, or a rank's own parameters stay on arrival.
+
+        >>> [Schedule(every=6, overlap=1).common(count) for count in (0, 7, 8)], Schedule(every=6, mix=0.5).common(0)
+        ([7, 7, 13], None)
+        """
+        if self._turns > 1 or not (self.mix == 0.0 or (self.mix == CARRY and not self.overlap)):
+            return None
+        return max(1, -((self.overlap - count) // self.every)) * self.every + self.overlap
+
     def advances(self, stages: int, passed: int) -> int:
         """Return how many stages of an exchange to complete at one inner step.
 

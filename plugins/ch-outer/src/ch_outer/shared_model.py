@@ -88,7 +88,7 @@ class SharedModel:
             turns = ranks.turns(index, len(parts))
             reducer = Reducer(exchange, mine, facts=self.facts, rounds=turns, **where)
             params = {name: self.params[name] for name in names}
-            self.fragments.append(Fragment(params, mine, reducer, schedule.mix, fixed=ranks.fixed))
+            self.fragments.append(Fragment(params, mine, reducer, schedule.mix, fixed=ranks.fixed, compared=values))
         self.buffers = Buffers(model, buffers, **where)
 
     @property

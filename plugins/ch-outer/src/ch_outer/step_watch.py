@@ -1,6 +1,7 @@
 """Makes outer steps when the inner optimizer's own ``step()`` is called, for scripts that hold the inner optimizer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -9,6 +10,7 @@ from torch.optim import Optimizer
 from ch_ddp import unscale
 from commhooks import HookConfigError
 
+Loaded = Callable[[Collection[int]], None]
 _NATIVE = "_step_supports_amp_scaling"
 
 
@@ -31,18 +33,28 @@ class Followed:
         outer: surrounds each step of the last optimizer.
         optims: inner optimizers in the order of their steps. Each steps once, then the last one steps.
         after: called with no argument after each outer step.
+        model: the model of the optimizers.
+        loaded: called with the ids of the parameters of each module of the model that the script has loaded.
 
     Raises:
         HookConfigError: from a step, if the optimizers step in another order.
     """
 
-    def __init__(self, outer: OuterStep, optims: Sequence[Optimizer], after: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        outer: OuterStep,
+        optims: Sequence[Optimizer],
+        after: Callable[[], None],
+        model: torch.nn.Module,
+        loaded: Loaded,
+    ) -> None:
         self._outer, self._optims, self._after = outer, list(optims), after
         self._stepped: list[Optimizer] = []
         self._dropped: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._native = {id(optim): vars(optim).get(_NATIVE) for optim in self._optims}
         self._scales = {id(optim): bool(getattr(optim, _NATIVE, False)) for optim in self._optims}
-        self._hooks = []
+        watch = LoadWatch(loaded)
+        self._hooks = [part.register_load_state_dict_post_hook(watch) for part in model.modules()]
         for optim in self._optims:
             optim._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a GradScaler then calls each step()
             for register, half in (
@@ -98,3 +110,18 @@ class Followed:
             self._stepped.clear()
             self._outer.after_step()
             self._after()
+
+
+class LoadWatch:
+    """Post hook of ``load_state_dict`` of modules."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+
+    @torch.no_grad()
+    def __call__(self, module: torch.nn.Module, keys: object) -> None:
+        self._loaded({id(param) for param in module.parameters(recurse=False)})
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Leave a copied or pickled model a hook that does nothing, and that every Python can load."""
+        return getattr, (nullcontext(), "__exit__")

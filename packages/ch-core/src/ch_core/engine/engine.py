@@ -235,7 +235,8 @@ class Engine:
         except Exception as lost:
             self._lose(lost)
         if self.rank_check is not None:
-            error = error or self.rank_check.take_error()
+            drift = self.rank_check.take_error()  # also after another error, or the next step would raise it
+            error = error or drift
         step.restart_numbers()
         self.counters.finish(self.reduction.trips)
         self.counters.hook_seconds += time.perf_counter() - begun

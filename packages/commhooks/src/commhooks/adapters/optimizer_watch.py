@@ -20,9 +20,11 @@ All synchronised backwards since the last answer share one answer, because they 
 - *skipped* (False): the gradients are gone, and nothing above has happened.
 - *waiting* (``None``): the gradients are still there.
 
-Any optimizer counts, not only the one given to ``attach``. The watch reads gradients when the next backward begins, before
-it adds to them, and when an optimizer of the model begins its step. An optimizer of other parameters, such as fp32 copies,
-has copied the gradients by then.
+Any optimizer counts, not only the one given to ``attach``. If ``attach`` got a function that finds optimizers, parameters
+that change without any optimizer are an error, because a few of their elements are too weak an evidence for residuals.
+
+The watch reads gradients when the next backward begins, before it adds to them, and when an optimizer of the model begins its
+step. An optimizer of other parameters, such as fp32 copies, has copied the gradients by then.
 
 Hooks of the parameters report the beginning of a backward. They do not run if a wrapper writes ``.grad`` itself, as FSDP2
 does for its shards. The adapter of such a wrapper calls :meth:`OptimizerWatch.before_gradient`.
@@ -45,7 +47,7 @@ from commhooks.adapters.change_detection import ParameterSnapshot, any_nonzero_g
 from commhooks.adapters.loss_scale import LossScale
 from commhooks.adapters.model_optimizers import ModelOptimizers, Params
 from commhooks.adapters.optimizer_steps import OptimizerSteps, remove_hooks, weak_call
-from commhooks.adapters.options import AttachOptions, Scaler
+from commhooks.adapters.options import AttachOptions, FindOptimizers, Scaler
 
 
 class OptimizerWatch:
@@ -55,7 +57,8 @@ class OptimizerWatch:
     reads ``found_inf`` itself.
 
     Args:
-        optimizer: the optimizer given to ``attach``; ``None`` to watch those that hold parameters of the model.
+        optimizer: the optimizer given to ``attach``; ``None`` to watch those that hold parameters of the model. A function
+            finds them, and at least one has to exist when the parameters change.
         scaler: a ``GradScaler``, or ``None``.
         params: returns the present parameters of the model, such as ``model.parameters``.
         late_error: returns an error that ``backward()`` could not raise on a GPU. The optimizer's step raises it.
@@ -66,12 +69,16 @@ class OptimizerWatch:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | FindOptimizers | None,
         scaler: Scaler | None,
         params: Params,
         *,
         late_error: Callable[[], BaseException | None] | None = None,
     ) -> None:
+        self._find: FindOptimizers | None = None
+        self._params = params
+        if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+            self._find, optimizer = optimizer, None
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             raise HookConfigError(f"optimizer={type(optimizer).__name__}: expected a torch.optim.Optimizer")
         if scaler is not None and not hasattr(scaler, "get_scale"):
@@ -205,7 +212,10 @@ class OptimizerWatch:
         used = self._steps.used()
         if used is not None:
             return used
-        return self._snapshot is not None and not self._steps.ever and self._snapshot.differs()
+        changed = self._snapshot is not None and not self._steps.ever and self._snapshot.differs()
+        if changed and self._find is not None and not self._find(self._params()):
+            self._doubt = _no_optimizer()
+        return changed
 
 
 def watch_optimizer(
@@ -251,6 +261,15 @@ def _partly_gone(gone: int, had: int) -> CommHooksError:
         "optimizer has stepped. So it is not known whether the step was used, and its residuals belong to all gradients. "
         "Zero or keep all gradients together, call handle.rollback() if you drop a step, or attach without optimizer= and "
         "scaler= (then every finite step counts)"
+    )
+
+
+def _no_optimizer() -> CommHooksError:
+    return StateError(
+        "the parameters have changed, and no torch.optim optimizer holds them, so it cannot be seen which gradients are used. "
+        "Gradients that are not would stay in the residuals of this hook. Use a hook that keeps none, such as bf16_compress or "
+        "quant8, or attach the hook in the script: commhooks.attach(model, hook, optimizer=...) with the optimizer of the fp32 "
+        "copies of the parameters. Without optimizer= every finite step counts"
     )
 
 

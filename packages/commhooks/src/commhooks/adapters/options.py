@@ -1,6 +1,6 @@
 """The arguments of :func:`commhooks.attach` that an adapter gets."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,6 +18,10 @@ class Scaler(Protocol):
         """Return the scale of the loss. On a GPU the host waits for it."""
 
 
+FindOptimizers = Callable[[Iterable[torch.Tensor]], Sequence[torch.optim.Optimizer]]
+"""Returns the optimizers, so far, that hold one of the parameters."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttachOptions:
     """Arguments of :func:`commhooks.attach`. An adapter refuses arguments that it does not support.
@@ -25,7 +29,8 @@ class AttachOptions:
     Attributes:
         process_group: group to reduce over; ``None`` for the group of the model.
         axis: axis to reduce along, for a model with several; ``None`` if the adapter chooses.
-        optimizer, scaler: optimizer and ``GradScaler`` that use the gradients, for :func:`watch_optimizer`.
+        optimizer, scaler: optimizer (or a function that finds all of them) and ``GradScaler`` that use the gradients, for
+            :func:`watch_optimizer`.
         verify_ranks: True if the adapter may compare ranks. If not, it exchanges nothing before the first step.
         timeout: seconds that one collective may take.
         manager: manager of groups that join and leave, each of which holds the whole model. :func:`manager_adapter` finds
@@ -36,7 +41,7 @@ class AttachOptions:
 
     process_group: dist.ProcessGroup | None = None
     axis: str | None = None
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: torch.optim.Optimizer | FindOptimizers | None = None
     scaler: Scaler | None = None
     verify_ranks: bool = True
     timeout: float = 1800.0

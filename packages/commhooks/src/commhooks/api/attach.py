@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ch_core import AttachError, HookNotSupportedError, RankCheck, Reduction, group_timeout, log, refuse_lost
 from commhooks.adapters.base import Binding
-from commhooks.adapters.options import AttachOptions, Scaler
+from commhooks.adapters.options import AttachOptions, FindOptimizers, Scaler
 from commhooks.api.adapter_lookup import Adapter, adapter_for, one_process, unwrapped
 from commhooks.api.create import as_handle
 from commhooks.fingerprint import rows_of_model, verify
@@ -25,7 +25,7 @@ def attach(
     state: object | None = None,
     process_group: dist.ProcessGroup | None = None,
     axis: str | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | FindOptimizers | None = None,
     scaler: Scaler | None = None,
     verify_ranks: bool = True,
     timeout: float | None = None,
@@ -44,7 +44,9 @@ def attach(
         state: initial state, a :class:`~commhooks.HookState`; for a foreign function its own state.
         process_group: group to communicate over; by default the model's own.
         axis: for FSDP2, `"shard"` or `"replicate"` (gradients), or `"gather"` (weights).
-        optimizer: rolls back the hook's state after each step that this optimizer skips.
+        optimizer: rolls back the hook's state after each step that this optimizer, or another one of the model, skips. If
+            the optimizers are made later, give a function from parameters to the optimizers that hold one of them. If it
+            finds none when the parameters have changed, all ranks raise a StateError.
         scaler: the `GradScaler`. Rolls back after each step that it skips, and stores residuals unscaled.
         verify_ranks: True to compare expression, versions and parameter shapes over all ranks before the first
             collective.
