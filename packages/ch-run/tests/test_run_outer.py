@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -370,6 +371,17 @@ def refused(rank: int, world: int) -> list[str]:
         loss_of(model, rank, 0)
         del optimizer
 
+    def gathering() -> None:
+        class Gathering(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:
+                super().step()
+                dist.broadcast(self.param_groups[0]["params"][0].detach(), 0)
+
+        model = ddp()(net())
+        optimizer = Gathering(model.parameters(), lr=0.1)
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+
     def masters() -> None:
         model = ddp()(net())
         copies = [nn.Parameter(p.detach().double()) for p in model.parameters()]
@@ -403,6 +415,7 @@ def refused(rank: int, world: int) -> list[str]:
         attempt(two_models, "is no parameter of"),
         attempt(zero, "sends its own messages"),
         attempt(averaging, "with Free, which has eval()"),
+        attempt(gathering, "with Gathering, whose step sends its own messages"),
         attempt(masters, "no torch.optim optimizer holds them"),
         attempt(sharded, "has none: all ranks hold parts of one model"),
     ]

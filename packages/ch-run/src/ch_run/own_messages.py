@@ -24,19 +24,21 @@ class OwnMessages:
     """
 
     def __init__(self, optim: torch.optim.Optimizer, name: str, group: dist.ProcessGroup) -> None:
-        self._name, self._ranks, self._before = name, set(dist.get_process_group_ranks(group)), 0
+        self._name, self._ranks = name, set(dist.get_process_group_ranks(group))
+        self._before: list[int] = []  # messages before each step that runs; step() may call that of its base class
         self._watches = True  # the hooks stay, because torch is in their list when they run
         optim.register_step_pre_hook(torch.compiler.disable(self._begins))
         optim.register_step_post_hook(torch.compiler.disable(self._ended))
 
     def _begins(self, optim: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._watches:
-            self._before = self._sent()
+            self._before.append(self._sent())
 
     def _ended(self, optim: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if not self._watches or len(args) > 1 or kwargs.get("closure"):
+        before = self._before.pop() if self._before else None
+        if before is None or self._before or len(args) > 1 or kwargs.get("closure"):
             return
-        if self._sent() != self._before:
+        if self._sent() != before:
             raise own_messages(self._name, type(optim).__name__)
         self._watches = all(p.grad is None for group in optim.param_groups for p in group["params"])
 
