@@ -78,11 +78,13 @@ class Followed:
     def _before(self, optim: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         expected = self._optims[len(self._stepped)]
         if optim is not expected:
-            names = ", ".join(type(one).__name__ for one in self._optims)
+            names = [f"{number}. {type(one).__name__}" for number, one in enumerate(self._optims, 1)]
+            called, next_one = (names[self._optims.index(one)] for one in (optim, expected))
             self._stepped.clear()
             raise HookConfigError(
-                f"{type(optim).__name__}.step() was called where {type(expected).__name__}.step() was expected. Under an outer "
-                f"optimizer the optimizers of a model step once each, in the order of their creation ({names})"
+                f"step() of the optimizer {called!r} was called where {next_one!r} had its turn. Under an outer optimizer the "
+                f"optimizers of a model ({', '.join(names)}, in the order of their creation) step once each in an iteration. "
+                "Make one optimizer with several groups of parameters, or train the parts as models of their own"
             )
         drop = False
         if optim is self._optims[-1]:
