@@ -475,6 +475,8 @@ def test_closed_it_leaves_nothing_behind() -> None:
 def test_other_objects_than_optimizers_are_refused() -> None:
     with pytest.raises(HookConfigError, match=r"expected a torch\.optim\.Optimizer"):
         OptimizerWatch(3, None, tuple)
+    with pytest.raises(HookConfigError, match=r"expected a torch\.optim\.Optimizer"):  # it can be called, too
+        OptimizerWatch(torch.nn.Linear(1, 1), None, list)  # type: ignore[arg-type]
     with pytest.raises(HookConfigError, match=r"expected a torch\.amp\.GradScaler"):
         OptimizerWatch(None, 3, tuple)
 

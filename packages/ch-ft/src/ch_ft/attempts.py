@@ -29,6 +29,7 @@ from commhooks import (
     OptimizerWatch,
     RemoteHookError,
     TransportError,
+    finds_optimizers,
 )
 
 log = logging.getLogger("commhooks")
@@ -300,7 +301,6 @@ def _watch_optimizer(
         raise AttachError(
             "the OptimizerWrapper given as optimizer= votes with another manager than the model's: give both the same one"
         )
-    finds = callable(options.optimizer) and not isinstance(options.optimizer, torch.optim.Optimizer)
-    if (finds or options.optimizer is None) and options.scaler is None:
+    if (options.optimizer is None or finds_optimizers(options.optimizer)) and options.scaler is None:
         return None  # the vote alone decides
     return OptimizerWatch(options.optimizer, options.scaler, params)

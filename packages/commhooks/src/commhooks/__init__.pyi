@@ -57,6 +57,7 @@ from commhooks.adapters.managed import manager_adapter as manager_adapter
 from commhooks.adapters.optimizer_watch import OptimizerWatch as OptimizerWatch
 from commhooks.adapters.optimizer_watch import watch_optimizer as watch_optimizer
 from commhooks.adapters.options import AttachOptions as AttachOptions
+from commhooks.adapters.options import finds_optimizers as finds_optimizers
 from commhooks.api.adapter_lookup import adapter_for as adapter_for
 from commhooks.api.adapter_lookup import inside as inside
 from commhooks.api.adapter_lookup import runs_alone as runs_alone

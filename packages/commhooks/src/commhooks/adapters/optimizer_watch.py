@@ -47,7 +47,7 @@ from commhooks.adapters.change_detection import ParameterSnapshot, any_nonzero_g
 from commhooks.adapters.loss_scale import LossScale
 from commhooks.adapters.model_optimizers import ModelOptimizers, Params
 from commhooks.adapters.optimizer_steps import OptimizerSteps, remove_hooks, weak_call
-from commhooks.adapters.options import AttachOptions, FindOptimizers, Scaler
+from commhooks.adapters.options import AttachOptions, FindOptimizers, Scaler, finds_optimizers
 
 
 class OptimizerWatch:
@@ -75,16 +75,15 @@ class OptimizerWatch:
         *,
         late_error: Callable[[], BaseException | None] | None = None,
     ) -> None:
-        self._find: FindOptimizers | None = None
+        self._find = optimizer if finds_optimizers(optimizer) else None
         self._params = params
-        if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-            self._find, optimizer = optimizer, None
-        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        given: Any = None if self._find is not None else optimizer
+        if given is not None and not hasattr(given, "param_groups"):
             raise HookConfigError(f"optimizer={type(optimizer).__name__}: expected a torch.optim.Optimizer")
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise HookConfigError(f"scaler={type(scaler).__name__}: expected a torch.amp.GradScaler")
         self._loss_scale = LossScale(scaler)
-        self._optimizers = ModelOptimizers(optimizer, params)
+        self._optimizers = ModelOptimizers(given, params)
         this = weakref.ref(self)  # optimizers and parameters keep the hooks, which must not keep the watch alive
         self._steps = OptimizerSteps(self._optimizers, weak_call(this, OptimizerWatch._examine_before_step), late_error)
         self._backward: list[int | None] = [None]  # the backward that began last; shared with the hooks

@@ -1,8 +1,9 @@
 """The arguments of :func:`commhooks.attach` that an adapter gets."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -48,3 +49,8 @@ class AttachOptions:
     manager: object | None = None
     facts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     rounds: Callable[[int], int] | None = None
+
+
+def finds_optimizers(optimizer: object) -> TypeGuard[FindOptimizers]:
+    """True if ``optimizer=`` is a function that finds optimizers. A module and a class can be called too, but are a mistake."""
+    return inspect.isroutine(optimizer)
