@@ -179,7 +179,12 @@ def _run(job: Job) -> None:
     if job.way == "attach":
         Injection(job).watch()
     sys.argv, sys.path[0] = [job.script], str(Path(job.script).parent)
-    runpy.run_path(job.script, run_name="__main__")
+    # The end of the process, not of this call, frees the script's model. torch frees a model's process group while it holds the
+    # interpreter's lock, for which the group's thread may wait: then neither ends.
+    _kept.update(runpy.run_path(job.script, run_name="__main__"))
+
+
+_kept: dict[str, Any] = {}
 
 
 def flip_residuals() -> None:
