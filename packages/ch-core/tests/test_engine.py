@@ -1,7 +1,9 @@
 """The engine over simulated ranks: order, plans, counting, failures, outcomes."""
 
 import dataclasses
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
@@ -10,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import commhooks
 from ch_core import (
     AllGather,
     AllReduce,
@@ -276,6 +279,42 @@ def test_rollback_undoes_the_last_step_only() -> None:
         return float(last[0, 0]), engine.state.step
 
     assert simulate(2, body) == [(1.0, 1), (1.0, 1)]
+
+
+@pytest.mark.parametrize("call", ["advance", "finish"])
+def test_an_abandoned_step_sends_no_first_stage_later(call: str) -> None:
+    def body(rank: SimulatedRank) -> int:
+        engine = rank.engine(commhooks.create("powersgd(rank=1)").reduction)  # small first stages are collected
+        engine.submit(Bucket.from_tensors({"a": torch.ones(16, 16)}, is_last=False))
+        engine.abandon()
+        posted: list[str] = []
+        engine.messenger.start = lambda batch: posted.append("batch")  # type: ignore[method-assign]
+        if call == "advance":
+            engine.advance()
+        else:
+            engine.finish(outside=ValueError("bad batch"))
+        return len(posted)
+
+    assert simulate(2, body) == [0, 0]
+
+
+def test_kept_buckets_are_released_when_the_next_step_begins() -> None:
+    def body(rank: SimulatedRank) -> list[bool]:
+        engine = rank.engine(commhooks.create("bf16_compress").reduction)
+        engine.keep_buckets()
+        first = Bucket.from_tensors({"a": torch.ones(4, 4)}, is_last=True)
+        storage = weakref.ref(first.storage)
+        engine.submit(first)
+        del first
+        engine.finish()
+        kept = storage() is not None
+        engine.submit(Bucket.from_tensors({"a": torch.ones(4, 4)}, is_last=True))
+        gc.collect()
+        released = storage() is None  # while the next step runs
+        engine.finish()
+        return [kept, released]
+
+    assert simulate(2, body) == [[True, True]] * 2
 
 
 def test_an_abandoned_step_is_forgotten() -> None:

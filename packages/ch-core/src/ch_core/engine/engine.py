@@ -337,6 +337,7 @@ class Engine:
         doubt = self.commits.begin(self.gather)
         stateful = bool(self.reduction.fields)
         outcome = StepOutcome(self.reduction.name, self.transport, check_finite=stateful, late=late)
+        self.step.kept.clear()  # the commits still hold the last step, whose buckets would take memory for one step more
         self.step = Step(outcome, self.participating, self.messenger, self.step.keep)
         if doubt is not None:
             outcome.fail(doubt, ENCODE)

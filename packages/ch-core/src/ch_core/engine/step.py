@@ -168,6 +168,7 @@ class Step:
 
     def __init__(self, outcome: StepOutcome, participating: bool, messenger: Messenger, keep: bool = False) -> None:
         self.outcome, self.participating, self.keep = outcome, participating, keep
+        self._messenger = messenger
         self.first_stages = Batch(messenger)
         self.in_flight: list[BucketRun] = []
         self.count = self.digest = 0
@@ -200,6 +201,9 @@ class Step:
         for run in self.in_flight:
             run.close()
         self.in_flight = []
+        self.first_stages = Batch(
+            self._messenger
+        )  # a later call would send those of the dropped step, which no peer awaits
         self.restart_numbers()
         self.outcome.abandon()
 
