@@ -6,8 +6,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from ch_core.engine.outcome import Progress
-from ch_core.engine.step import Step
+from ch_core.engine.outcome import Progress, StepOutcome
 from ch_core.entries import Versions
 from ch_core.errors import CommHooksError
 
@@ -31,7 +30,7 @@ class StepJudge(Protocol):
         """True if the steps of the period were used, False if they were skipped, ``None`` while they wait."""
 
     def doubt(self) -> CommHooksError | None:
-        """Return the reason if it cannot be known. :meth:`used` is then False, and all ranks raise the reason."""
+        """Return the reason if it cannot be known. All ranks then raise it, whatever :meth:`used` says."""
 
     def clock(self) -> int:
         """Return the number of used steps. It is equal on all ranks."""
@@ -71,8 +70,8 @@ class Commits:
         self.versions = versions
         self.judge: StepJudge | None = None
         self.dropped: Callable[[], Collection[str]] = tuple
-        self._last: Step | None = None  # the last finished step
-        self._common: Step | None = None  # the same if the ranks decided it together, until the next step
+        self._last: StepOutcome | None = None  # of the last finished step
+        self._common: StepOutcome | None = None  # the same if the ranks decided it together, until the next step
         self._can_judge = True  # False if this rank contributed no data, so its own optimizer cannot tell
         self._veto = False
         self._judge_error: BaseException | None = None  # first exception of the judge since the last step began
@@ -85,13 +84,13 @@ class Commits:
         """
         return 0 if self.judge is None else self.judge.clock()
 
-    def finish(self, step: Step, *, elastic: bool) -> None:
-        """Take a finished step.
+    def finish(self, outcome: StepOutcome, *, participated: bool, elastic: bool) -> None:
+        """Take the outcome of a finished step, and if this rank contributed data to it.
 
         In an elastic group a member knows each outcome by itself. It must not ask its peers, which may be gone.
         """
-        self._last, self._can_judge = step, step.participating or elastic
-        self._common = None if step.outcome.alone or elastic else step
+        self._last, self._can_judge = outcome, participated or elastic
+        self._common = None if outcome.alone or elastic else outcome
         judge = self.judge
         if judge is not None:
             self._ask(lambda: judge.finish_step(), None)
@@ -116,13 +115,13 @@ class Commits:
     def _carry_out(self, used: bool | None, *, presumed: bool) -> bool:
         """Commit or roll back by the judge's answer. Return True if the state kept the last step."""
         last, self._veto = self._unresolved, False
-        kept = last is not None and last.outcome.good() and used is not False
+        kept = last is not None and last.good() and used is not False
         if kept:
             self.versions.commit(tentative=used is None, presumed=presumed, dropped=self.dropped())
         else:
             self.versions.rollback()
         if last is not None:
-            last.outcome.progress = Progress.RESOLVED
+            last.progress = Progress.RESOLVED
         if used is not None:
             self.versions.resolve_tentative(used)
         return kept
@@ -135,7 +134,7 @@ class Commits:
     def forget(self) -> None:
         """Drop unresolved steps, because the state has been replaced. Messages between ranks stay the same."""
         if self._unresolved is not None:
-            self._unresolved.outcome.progress = Progress.RESOLVED
+            self._unresolved.progress = Progress.RESOLVED
         self._veto = False
 
     def begin(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> BaseException | None:
@@ -148,7 +147,7 @@ class Commits:
         if judge is None:
             self.resolve_before_next()
             return None
-        if common is not None and common.outcome.incomplete():
+        if common is not None and common.incomplete():
             self._exchange_answers(judge, gather)
         failed = object()
         if self._ask(self.resolve_before_next, failed) is failed:
@@ -185,8 +184,8 @@ class Commits:
         return self.versions.tentative or self._unresolved is not None
 
     @property
-    def _unresolved(self) -> Step | None:
-        return self._last if self._last is not None and self._last.outcome.progress is Progress.DECIDED else None
+    def _unresolved(self) -> StepOutcome | None:
+        return self._last if self._last is not None and self._last.progress is Progress.DECIDED else None
 
     def _used(self) -> bool | None:
         if self._veto:

@@ -14,7 +14,6 @@ messages. :mod:`ch_core.engine.commits` then commits the state or rolls it back.
 import threading
 import time
 from collections.abc import Callable, Collection
-from copy import copy
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -208,11 +207,10 @@ class Engine:
         begun = time.perf_counter()
         if self.counters.trace is not None:
             self.counters.trace.finishing(begun)
-        if not self.in_step:  # no bucket arrived, but there is an error to send. Reports still read the buckets before
-            self.step, late = copy(self.step), self.step.outcome.take_error()
-            self.step.outcome = StepOutcome(self.reduction.name, self.transport, late=late)
-            self.step.participating = self.participating
         step = self.step
+        if not self.in_step:  # no bucket arrived, but there is an error to send. Reports still read the buckets before
+            step.outcome = StepOutcome(self.reduction.name, self.transport, late=step.outcome.take_error())
+            step.participating = self.participating
         if outside is not None:
             step.outcome.fail(outside, ENCODE)
         early = self._may_send_status_before_drain()
@@ -230,7 +228,7 @@ class Engine:
             # is too late, because the callback has used the averages.
             if not early and self._on_reduced is None:
                 step.outcome.write_nan(step.submitted)
-            self.commits.finish(step, elastic=self.transport.elastic)
+            self.commits.finish(step.outcome, participated=step.participating, elastic=self.transport.elastic)
             error = step.outcome.error(self.messenger.carry_out)
         except Exception as lost:
             self._lose(lost)
@@ -337,7 +335,6 @@ class Engine:
         doubt = self.commits.begin(self.gather)
         stateful = bool(self.reduction.fields)
         outcome = StepOutcome(self.reduction.name, self.transport, check_finite=stateful, late=late)
-        self.step.kept.clear()  # the commits still hold the last step, whose buckets would take memory for one step more
         self.step = Step(outcome, self.participating, self.messenger, self.step.keep)
         if doubt is not None:
             outcome.fail(doubt, ENCODE)
@@ -418,10 +415,8 @@ class Engine:
             self._start_first_stages()
 
     def _start_first_stages(self) -> None:
-        batch = self.step.first_stages
-        if batch.members:
-            self.step.first_stages = Batch(self.messenger)
-            self._start(batch)
+        if self.step.first_stages.members:
+            self._start(self.step.take_first_stages())
 
     def _advances_before_drain(self, run: BucketRun) -> bool:
         """True if a later bucket advances this run. A deferred run waits for the drain.

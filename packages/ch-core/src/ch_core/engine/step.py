@@ -185,6 +185,11 @@ class Step:
         self.in_flight.append(run)
         return run
 
+    def take_first_stages(self) -> Batch:
+        """Return the collected first stages, and collect into a new batch from now on."""
+        batch, self.first_stages = self.first_stages, Batch(self._messenger)
+        return batch
+
     def drop_done(self) -> None:
         """Remove runs that are done."""
         if self.keep:
@@ -201,9 +206,7 @@ class Step:
         for run in self.in_flight:
             run.close()
         self.in_flight = []
-        self.first_stages = Batch(
-            self._messenger
-        )  # a later call would send those of the dropped step, which no peer awaits
+        self.take_first_stages()  # a later call would send them, and no peer awaits requests of a dropped step
         self.restart_numbers()
         self.outcome.abandon()
 
