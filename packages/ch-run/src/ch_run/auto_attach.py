@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ch_core import log, wrapped_on_terminal, write_stderr
-from ch_run.found_model import FoundModel, HookedModel, LoneModel
+from ch_run.found_model import FoundModel, HookedModel, KeptModel, LoneModel
 from ch_run.live_optimizers import optimizers_of
 from ch_run.outer_model import attach_outer, outer_text
 from ch_run.settings import Settings
@@ -133,8 +133,7 @@ class AutoAttach:
                 found.trace = found.begin_trace(str(Path(settings.trace) / f"{label}.json"))
             except HookNotSupportedError as error:
                 self._note(f"--trace: {name_of(model)} is not traced: {error}")
-        # A found model holds the parameters. Dropping it with the user's module frees their memory.
-        weakref.finalize(list(inside(model))[-1], _model_gone, weakref.ref(found)).atexit = False
+        _drop_with(model, found)
 
     def _keep_alone(self, model: torch.nn.Module, name: str) -> None:
         """Name the parameters of each step in the folder of states. More ranks can then go on from these checkpoints."""
@@ -144,7 +143,7 @@ class AutoAttach:
             found = LoneModel(name, settings.hook, params)
             self.alone.append(found)
             found.keep_state(Path(settings.state) / _label(len(self.alone), model), settings.state_every)
-            weakref.finalize(list(inside(model))[-1], _model_gone, weakref.ref(found)).atexit = False
+            _drop_with(model, found)
 
     def wrapped_again(self, module: torch.nn.Module) -> None:
         """End the training of models whose parameters are about to be wrapped once more, on all ranks."""
@@ -194,7 +193,9 @@ class AutoAttach:
         if self._ended or os.getpid() != self._process:  # a process that the script forked has nothing to report
             return
         self._ended = True
-        for found in (*self.models, *self.alone):
+        for lone in self.alone:
+            lone.write_last_state()
+        for found in self.models:
             found.write_last_state()
             found.end_trace()
         if self.rank == 0 and (self.models or self.notes or self.report_always):
@@ -296,7 +297,12 @@ def _model_text(model: dict[str, Any]) -> str:
     return f"{text}\n\n{trace['text']}\n{written}"
 
 
-def _model_gone(reference: "weakref.ref[FoundModel]") -> None:
+def _drop_with(model: torch.nn.Module, kept: KeptModel) -> None:
+    """Drop a model of the run with the user's module. It holds the parameters, whose memory is then free."""
+    weakref.finalize(list(inside(model))[-1], _model_gone, weakref.ref(kept)).atexit = False
+
+
+def _model_gone(reference: "weakref.ref[KeptModel]") -> None:
     found = reference()
     if found is not None:
         found.drop()

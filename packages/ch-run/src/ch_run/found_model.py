@@ -12,22 +12,26 @@ from ch_trace import Trace
 from commhooks import CommHook
 
 
-class FoundModel(ABC):
-    """A model of the script that trains with a hook or an outer optimizer.
+class KeptModel(ABC):
+    """A model of the script of which `--state` writes something.
 
     Attributes:
-        state: writes and resumes the state with `--state`, or None.
-        trace: records the model with `--trace`, or None.
-        written: file of the trace, once it is written.
-        row: the model's part of the report once the model is gone.
+        state: writes and resumes the state, or None without `--state`.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.state: StateFolder | None = None
-        self.trace: Trace | None = None
-        self.written: Path | None = None
-        self.row: dict[str, Any] | None = None
+
+    @abstractmethod
+    def kept(self) -> Kept:
+        """Return the state that `--state` writes."""
+
+    def keep_state(self, folder: Path, every: int) -> None:
+        """Resume the state from a folder, and write it there after every Nth step."""
+        state = StateFolder(folder, self.kept(), every)
+        state.resume()
+        self.state = state  # only now, because a refused resume must write no last state
 
     def write_last_state(self) -> None:
         """Write the state of the last step. A failure must not hide the end, or the error, of the script."""
@@ -36,6 +40,27 @@ class FoundModel(ABC):
                 self.state.end()
             except Exception:
                 log.exception("--state: the last state of %s could not be written", self.name)
+
+    def drop(self) -> None:
+        """Write the last state, and release the parameters."""
+        self.write_last_state()
+        self.state = None
+
+
+class FoundModel(KeptModel):
+    """A model of the script that trains with a hook or an outer optimizer.
+
+    Attributes:
+        trace: records the model with `--trace`, or None.
+        written: file of the trace, once it is written.
+        row: the model's part of the report once the model is gone.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.trace: Trace | None = None
+        self.written: Path | None = None
+        self.row: dict[str, Any] | None = None
 
     def report(self) -> dict[str, Any]:
         """Return this model's part of the report, or the reason why it has none."""
@@ -70,24 +95,14 @@ class FoundModel(ABC):
         file = str(self.written) if self.written is not None else None
         return {"trace": {"file": file, "summary": final.to_dict(), "text": str(final)}}
 
-    @abstractmethod
-    def kept(self) -> Kept:
-        """Return the state that `--state` writes."""
-
-    def keep_state(self, folder: Path, every: int) -> None:
-        """Resume the state from a folder, and write it there after every Nth step."""
-        state = StateFolder(folder, self.kept(), every)
-        state.resume()
-        self.state = state  # only now, because a refused resume must write no last state
-
-    def end_for(self, module: torch.nn.Module) -> None:  # noqa: B027 - a hook has nothing to end
+    def end_for(self, module: torch.nn.Module) -> None:
         """End the training of this model if it trains parameters of a module that is about to be wrapped again."""
 
     def drop(self) -> None:
         """Write the last state and the trace, store the report, and release the parameters."""
-        self.write_last_state()
+        super().drop()
         self.end_trace()
-        self.row, self.state, self.trace = self.report(), None, None
+        self.row, self.trace = self.report(), None
 
 
 class HookedModel(FoundModel):
@@ -114,19 +129,12 @@ class HookedModel(FoundModel):
         self.handle = None
 
 
-class LoneModel(FoundModel):
+class LoneModel(KeptModel):
     """A model that one process trains alone, without the hook. `--state` only names its parameters after each step."""
 
     def __init__(self, name: str, expr: str, params: list[torch.Tensor]) -> None:
         super().__init__(name)
-        self.params = params
-        self.expr = expr
-
-    def figures(self) -> dict[str, Any]:
-        return {}
-
-    def begin_trace(self, path: str) -> Trace:
-        raise NotImplementedError
+        self.expr, self.params = expr, params
 
     def kept(self) -> Kept:
         return LoneKept(self.expr, self.params)
