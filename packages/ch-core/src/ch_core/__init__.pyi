@@ -3,11 +3,11 @@
 Type checkers read this file. `lazy` reads it, too, and imports a name when it is first used.
 """
 
-from ch_core.agreement import LINE_BYTES as LINE_BYTES
 from ch_core.agreement import Fingerprint as Fingerprint
 from ch_core.agreement import StoreExchange as StoreExchange
 from ch_core.agreement import agree as agree
 from ch_core.agreement import agree_along as agree_along
+from ch_core.agreement import every_line as every_line
 from ch_core.all_gather import Gathered as Gathered
 from ch_core.bucket import Bucket as Bucket
 from ch_core.bucket import BucketLayout as BucketLayout

@@ -122,9 +122,15 @@ def _difference(lines: Sequence[str], gather: Gather) -> str:
 def _lines(mine: str, gather: Gather) -> dict[str, list[int]]:
     """Return the ranks of each different line."""
     ranks: dict[str, list[int]] = {}
-    for rank, line in enumerate(gather(mine.encode()[:LINE_BYTES].ljust(LINE_BYTES, b"\0"))):
-        ranks.setdefault(line.rstrip(b"\0").decode(errors="replace"), []).append(rank)
+    for rank, line in enumerate(every_line(mine, gather)):
+        ranks.setdefault(line, []).append(rank)
     return ranks
+
+
+def every_line(mine: str, gather: Gather) -> list[str]:
+    """Return the line of each rank, cut to :data:`LINE_BYTES`, in rank order."""
+    rows = gather(mine.encode()[:LINE_BYTES].ljust(LINE_BYTES, b"\0"))
+    return [row.rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
 def _by_rank(ranks: Mapping[str, list[int]]) -> str:

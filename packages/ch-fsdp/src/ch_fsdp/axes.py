@@ -247,8 +247,7 @@ def check_groups(groups: list[ParamGroup], axes: tuple[str, ...], reduction: Red
         HookNotSupportedError: tensor-parallel ranks would drift apart, or the dtype of gradients is unknown.
     """
     for group in groups:
-        if any(p.is_meta for p in group.params):
-            raise AttachError(f"{group.name} is on the meta device: materialise its parameters before attaching")
+        check_materialised(group)
         if "shard" in axes:
             ShardScatter.check_free(group)
             if not fits_flat(reduction) and group.tensor_parallel:
@@ -262,6 +261,12 @@ def check_groups(groups: list[ParamGroup], axes: tuple[str, ...], reduction: Red
                 raise gradients_kept(group.name, "attaching")
             _check_dtypes(group)
             check_tensor_parallel(group, reduction)
+
+
+def check_materialised(group: ParamGroup) -> None:
+    """Raise AttachError if parameters are on the meta device."""
+    if any(p.is_meta for p in group.params):
+        raise AttachError(f"{group.name} is on the meta device: materialise its parameters before attaching")
 
 
 def _check_dtypes(group: ParamGroup) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ch_core import BucketRun, Gathered, GatherEngine, ProcessGroupTransport
-from ch_fsdp.axes import agree_on_axes, check_tensor_parallel
+from ch_fsdp.axes import agree_on_axes, check_materialised, check_tensor_parallel
 from ch_fsdp.axis import Axis, SlotObject
 from ch_fsdp.layouts import all_shapes, whole_layout
 from ch_fsdp.steps import Steps
@@ -223,8 +223,7 @@ def check(groups: list[ParamGroup], reduction: Reduction, options: AttachOptions
     if not groups:
         raise AttachError("this FSDP2 model has no parameters")
     for group in groups:
-        if any(p.is_meta for p in group.params):
-            raise AttachError(f"{group.name} is on the meta device: materialise its parameters before attaching")
+        check_materialised(group)
         if group.gather_group is None:
             raise HookNotSupportedError(
                 f"axis='gather': {group.name} is replicated, not sharded (torch's replicate), so it gathers nothing"

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ch_core import LINE_BYTES, Engine, StoreExchange, log
+from ch_core import Engine, StoreExchange, every_line, log
 from ch_trace.chrome import write
 from ch_trace.rank_part import EnginePart, Part
 from ch_trace.recording import EngineTrace, Message, Span
@@ -116,11 +116,9 @@ class Trace(AbstractContextManager["Trace"]):
         problem = why_unwritable(self._folder, folder=True)
         if not problem and self._part.rank == self._lowest:
             problem = why_unwritable(self.path)
-        said = problem.encode()[:LINE_BYTES].ljust(LINE_BYTES, b"\0")
         for group in (one for one in self._groups if one.size() > 1):
-            rows = StoreExchange(group, self._timeout)(said)
-            said = next((row for row in rows if row.strip(b"\0")), said)
-        if problem := said.rstrip(b"\0").decode(errors="replace"):
+            problem = next(filter(None, every_line(problem, StoreExchange(group, self._timeout))), "")
+        if problem:
             raise HookConfigError(f"the trace {self.path} cannot be written ({problem}): give another path")
 
     def _refuse_traced(self, engine: Engine) -> None:
