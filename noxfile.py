@@ -219,7 +219,7 @@ def campaign(session: nox.Session) -> None:
 
 @nox.session
 def contracts(session: nox.Session) -> None:
-    """Run the whole contract of every hook, in wrappers and on two levels too, in half an hour."""
+    """Run the whole contract of every hook, in wrappers and on two levels too."""
     where = [str(ROOT / "tests" / name) for name in ("test_contract.py", "test_contract_on_nodes.py")]
     install(session, *PROJECTS, tools=[*TEST_TOOLS, "pytest-xdist>=3.8"])
     session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadscope", *where, *session.posargs, env=ONE_THREAD)

@@ -103,9 +103,8 @@ class ManagedBinding(SlotBinding):
         manager = model.full_manager()
         self._transport = ManagerTransport(manager, model.fail_fast, collectives_for(handle.reduction, manager))
         self.engine = Engine(handle.reduction, self._transport, handle.hook_state, timeout=None)
-        plans = [
-            self.engine.plan(layout) for layout in self._layouts
-        ]  # errors are raised here, not in the first backward
+        # Errors of a plan are raised here, not in the first backward.
+        plans = [self.engine.plan(layout) for layout in self._layouts]
         self.steps = ManagedSteps(self.engine, self._transport, manager, options, model.module.parameters)
         self.fingerprint = {
             **fingerprints.of_handle(handle),

@@ -82,10 +82,9 @@ class Message:
             self._dropped = True
         work, self._work = self._work, None  # a work refers to its callback, which refers to this message
         if not self._output.is_cpu:
+            # The current stream waits, not the host. Without it the next step could write too early.
             with suppress(Exception):  # a lost group raises
-                work.wait(
-                    None
-                )  # the current stream waits, not the host. Without it the next step could write too early
+                work.wait(None)
             return None
         return None if has_ended(work) else self._loan
 
@@ -257,9 +256,8 @@ class Batch:
         tensors = [r.tensor.view(-1) for r in group]
         parts = list(torch.split_with_sizes(merged, [t.numel() for t in tensors]))
         if wire is None:
-            torch._foreach_copy_(
-                parts, tensors
-            )  # private: one launch for all parts. copy_ of each does the same, slower
+            # Private: one launch for all parts. copy_ of each does the same, slower.
+            torch._foreach_copy_(parts, tensors)
             if scale != 1.0:
                 merged.mul_(scale)
         else:
@@ -314,9 +312,8 @@ class Batch:
         )
         sent.copy_(flat)
 
-        def add_rows() -> (
-            None
-        ):  # in the same order on all ranks. In another one their averages would differ in the last bit
+        def add_rows() -> None:
+            # In the same order on all ranks. In another one their averages would differ in the last bit.
             first, second, *others = received.unbind(0)
             torch.add(first, second, out=flat)
             for row in others:

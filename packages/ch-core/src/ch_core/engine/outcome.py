@@ -185,9 +185,8 @@ def finiteness(tensor: torch.Tensor) -> torch.Tensor | float:
     total = tensor.sum().item()
     if math.isfinite(total) or not tensor.numel():
         return 0.0
-    low, high = (
-        tensor.aminmax()
-    )  # the sum of finite elements may overflow. x - x is NaN for Inf and NaN, and 0 otherwise
+    # The sum of finite elements may overflow. x - x is NaN for Inf and NaN, and 0 otherwise.
+    low, high = tensor.aminmax()
     return (low - low + high - high).item()
 
 

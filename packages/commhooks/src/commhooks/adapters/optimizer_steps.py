@@ -75,9 +75,8 @@ class OptimizerSteps:
             return True
         if not self._found_inf:
             return None
-        if all(
-            any(found.values()) for found in self._found_inf
-        ):  # the host waits for the fused step, not for later work
+        # On a GPU the host waits here for the fused step, not for later work.
+        if all(any(found.values()) for found in self._found_inf):
             return False
         self._stepped = self.ever = True
         return True
