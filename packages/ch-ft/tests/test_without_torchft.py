@@ -18,7 +18,7 @@ def test_the_error_names_the_extra_and_the_simulator_works() -> None:
         import sys
         sys.modules["torchft"] = None  # import torchft raises ImportError
         import torch
-        import ch_ft
+        import ch_ft, ch_testing
         from commhooks import HookNotSupportedError
         for call in (ch_ft.local, ch_ft.start_lighthouse):
             try:

@@ -23,7 +23,7 @@ import commhooks
 from ch_run.auto_attach import auto_attach
 from ch_run.command import plan
 from ch_run.import_watch import watch
-from ch_run.outer_model import outer_text
+from ch_run.outer_model import OuterModel, outer_text
 from ch_run.settings import Settings
 from ch_testing import spawn
 
@@ -512,7 +512,9 @@ def wrapped_again(rank: int, world: int) -> list[int]:
             optimizer.zero_grad()
             loss_of(model, rank, 10 * phase + step).backward()
             optimizer.step()
-        counts.append(auto_attach().models[-1].outer.count)
+        found = auto_attach().models[-1]
+        assert isinstance(found, OuterModel)
+        counts.append(found.outer.count)
     assert len(auto_attach().models) == 2, auto_attach().notes
     return counts
 

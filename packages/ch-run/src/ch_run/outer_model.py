@@ -102,7 +102,7 @@ class OuterModel(FoundModel):
             super().drop()
             self._close()
             self._optims = []
-            del self.outer
+            del self.outer, self._close  # the closer holds the outer optimizer, which the next one would find
 
 
 def attach_outer(model: torch.nn.Module, name: str, expression: str) -> FoundModel | None:
