@@ -3,9 +3,12 @@
 import os
 import sys
 from collections.abc import Iterator
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
+
+from tests.seed import SEED
 
 # Machines that run tests are shared and noisy; the time limit of each test is pytest-timeout's.
 # The same examples in every run: a failure is the change's, not the day's. `--hypothesis-profile=default` draws new ones.
@@ -14,6 +17,21 @@ settings.load_profile("commhooks")
 
 # What tests start as programs of their own does its work when it is imported, as a user's script does.
 collect_ignore_glob = ["*/scripts/*", "*/observe.py", "*/matrix.py", "*/frameworks/outer.py", "*/compatibility/*"]
+
+
+DRAW = int(os.environ.get("COMMHOOKS_DRAW", "1"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out all but one of `COMMHOOKS_DRAW` tests of the full set. The seed and the name of a test decide."""
+
+    def drawn(item: pytest.Item) -> bool:
+        full = item.get_closest_marker("full") or item.get_closest_marker("campaign")
+        return full is None or crc32(f"{SEED} {item.nodeid}".encode()) % DRAW == 0
+
+    if DRAW > 1:
+        config.hook.pytest_deselected(items=[item for item in items if not drawn(item)])
+        items[:] = filter(drawn, items)
 
 
 RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what a launcher sets

@@ -147,15 +147,15 @@ def whole_suite(session: nox.Session, marks: str, workers: int, tools: Iterable[
 def tests(session: nox.Session) -> None:
     """Run the quick set: every package, every hook on real processes, a kill, a framework, the docs' code blocks."""
     # Every worker collects all tests, which takes 10 s of a core.
-    whole_suite(session, "not soak and not nccl and not full and not campaign and not contracts", workers=3)
+    whole_suite(session, "not soak and not nccl and not full and not campaign", workers=3)
 
 
 @nox.session(name="tests-full")
 def tests_full(session: nox.Session) -> None:
-    """Run the tests that the quick set leaves out: all frameworks, Triton, drawn contracts, the campaign, the GPU kit."""
+    """Run the tests that the quick set leaves out, or of N one with `COMMHOOKS_DRAW=N`: two hours for all of them."""
     whole_suite(
         session,
-        "(full or campaign) and not soak and not nccl and not contracts",
+        "(full or campaign) and not soak and not nccl",
         workers=4,
         tools=[*FRAMEWORKS, TRITON],
     )
@@ -215,14 +215,6 @@ def campaign(session: nox.Session) -> None:
     """Compare random training runs with plain DDP for an hour. `-- --minutes M`, `-- --seed N --case K`."""
     install(session, *PROJECTS, tools=[*TEST_TOOLS, *FRAMEWORKS])
     session.run("python", "-m", "tests.campaign", *session.posargs, env=ONE_THREAD)
-
-
-@nox.session
-def contracts(session: nox.Session) -> None:
-    """Run the whole contract of every hook, in wrappers and on two levels too."""
-    where = [str(ROOT / "tests" / name) for name in ("test_contract.py", "test_contract_on_nodes.py")]
-    install(session, *PROJECTS, tools=[*TEST_TOOLS, "pytest-xdist>=3.8"])
-    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadscope", *where, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

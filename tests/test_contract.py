@@ -1,11 +1,8 @@
 """Every hook of the project keeps the whole contract. Discovery finds the hooks, so a new hook is tested without being named.
 
 The quick set runs the whole contract for one hook of each method. For their relatives (other bits, other options, wrappers)
-it runs three checks on gloo processes. The full set runs the whole contract of relatives and pairs that a seed draws, and
-``nox -s contracts`` of all.
+it runs three checks on gloo processes. The full set runs the whole contract of all relatives and pairs.
 """
-
-import random
 
 import pytest
 
@@ -13,7 +10,6 @@ import commhooks
 from ch_testing import FlatHookContract, HookContract
 from commhooks import canonical
 from commhooks.registry.expression import nodes
-from tests.seed import SEED
 
 STEPS = {"topk": 50, "randomk": 50}  # steps until most of a gradient has been sent
 NOISE = {"quant": 0.5, "quant4": 0.2}  # in one step with 3 and 4 bits, without feedback
@@ -55,16 +51,13 @@ METHODS = (  # one of each, whose whole contract is in the quick set
 SHORT = ("test_description", "test_gloo", "test_one_step")
 SHORT_ON_GLOO = ("attached", "not_finite", "raising")
 PAIRS = set(pairs()) - set(HOOKS)
-DRAWN = random.Random(SEED).sample(sorted(PAIRS | set(HOOKS) - set(METHODS)), 8)
-"""Relatives and pairs whose whole contract is in the full set."""
 
 
 def contracts(expr: str) -> list[type]:
     """Return the test classes of a hook: the whole contract, and a short one if the quick set does without the whole."""
     if expr in METHODS:
         return [contract("TestHook", expr, {})]
-    mark = pytest.mark.full if expr in DRAWN else pytest.mark.contracts
-    whole = contract("TestHook", expr, {"pytestmark": mark})
+    whole = contract("TestHook", expr, {"pytestmark": pytest.mark.full})
     if expr in PAIRS:
         return [whole]
     short: dict[str, object] = {n: None for n in dir(HookContract) if n.startswith("test_") and n not in SHORT}

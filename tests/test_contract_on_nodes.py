@@ -1,10 +1,7 @@
 """Every hook inside ``two_level`` keeps the contract on simulated nodes, two of two ranks and three of two, or is refused.
 
-Checks on processes belong to ``test_two_level_processes.py`` of ch-ddp. The full set draws hooks by a seed, and
-``nox -s contracts`` runs all.
+Checks on processes belong to ``test_two_level_processes.py`` of ch-ddp.
 """
-
-import random
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ import commhooks
 from ch_testing import HookContract
 from commhooks import canonical
 from commhooks.registry.expression import nodes
-from tests.seed import SEED
 from tests.test_contract import NOISE, STEPS, hooks
 
 REFUSED = {  # hook -> text of the refusal
@@ -35,7 +31,7 @@ METHODS = (  # one hook of each way to divide a bucket, and to keep state; the o
     "quant4(error_feedback=True)",
 )
 RELATIVES = ("topk(density=0.01, bits=2)",)  # costly forms of a hook that is in the list under its bare name
-QUICK = {  # the rest belongs to the full set, or to nox -s contracts
+QUICK = {  # the rest belongs to the full set
     "allreduce": ("test_all_ranks", "test_ranks_that_disagree", "test_exception"),
     "quant4(error_feedback=True)": ("test_input_is_sent", "test_each_rank_of_a_node", "test_state_round_trip"),
     "topk": ("test_each_rank_of_a_node", "test_rollback"),
@@ -62,11 +58,8 @@ def on_nodes(expr: str, **more: object) -> type[HookContract]:
 
 
 WRAPPED = [expr for expr in hooks() if canonical(expr)["hook"] not in REFUSED and expr not in RELATIVES]
-DRAWN = random.Random(SEED).sample(WRAPPED, 5)
-"""Hooks whose contract is in the full set."""
-
 for _expr in WRAPPED:
-    _class = on_nodes(_expr, pytestmark=pytest.mark.full if _expr in DRAWN else pytest.mark.contracts)
+    _class = on_nodes(_expr, pytestmark=pytest.mark.full)
     globals()[_class.__name__] = _class
 for _expr, _starts in QUICK.items():
     _left = {n: None for n in dir(HookContract) if n.startswith("test_") and not n.startswith(_starts)}
