@@ -2,8 +2,9 @@
 
 The script's own checkpoints know nothing of the hook. After every Nth optimizer step each rank writes its state to a file
 whose name has a checksum of the parameters. At resume the script chooses its checkpoint, and the checksum of the loaded
-parameters finds the snapshot of that step. Each file is written under a temporary name, synchronised and renamed. A
-snapshot counts only if every rank's file exists, so a process may be killed at any time.
+parameters finds the snapshot of that step. A script may mask or clamp its parameters after the step and then save. So a save
+marks the snapshot with a checksum of that moment, which finds it, too. Each file is written under a temporary name, synchronised
+and renamed. A snapshot counts only if every rank's file exists, so a process may be killed at any time.
 
     DIR/1-DistributedDataParallel/step-000000000010-3f9c2a71d0b4e865/rank-0-of-2-09aa1bc3f2d1e7c4-5c1d22aa.pt
 
@@ -22,7 +23,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,10 +36,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ch_core import StoreExchange, checksum, group_timeout, log
 from commhooks import CommHook, HookState, StateError, load_obtained, merge
 
-SAVED = "saved"  # file in the folder of a snapshot after which the script saved something
 LATEST, MARKED = 2, 5  # numbers of snapshots that stay
+_MODEL = re.compile(r"\d+-")  # folder of a model
 _SET = re.compile(r"step-(\d{12})-([0-9a-f]{16})\Z")
 _RANK = re.compile(r"rank-(\d+)-of-(\d+)-([0-9a-f]{16})-([0-9a-f]{8}|none)\.pt\Z")
+_SAVED = re.compile(r"saved-([0-9a-f]{16})\Z")  # mark of a snapshot after which the script saved something
 _RUN = re.compile(r"run-([0-9a-f]{16})-after-step-(\d{12})-([0-9a-f]{16})\Z")
 Key = tuple[int, str]
 _NONE: Key = (-1, "0" * 16)
@@ -50,6 +52,7 @@ class Snapshot:
 
     Attributes:
         stateless: True if one process trained alone, without the hook. Its file is empty.
+        saved: checksums of the parameters when the script saved something after this step.
     """
 
     folder: Path
@@ -59,6 +62,7 @@ class Snapshot:
     files: dict[int, Path] = field(default_factory=dict)
     checksums: dict[int, str] = field(default_factory=dict)
     stateless: bool = False
+    saved: set[str] = field(default_factory=set)
 
     @property
     def key(self) -> Key:
@@ -217,16 +221,21 @@ class StateFolder:
         folder: of this model only.
         kept: the state.
         every: optimizer steps between two snapshots.
+        taken: folders of the other models of this process.
+
+    Attributes:
+        folder: the given one, or that of a model of an earlier process with the same parameters.
     """
 
-    def __init__(self, folder: Path, kept: Kept, every: int) -> None:
-        self.folder, self.kept, self.every = folder, kept, every
+    def __init__(self, folder: Path, kept: Kept, every: int, taken: Collection[Path] = ()) -> None:
+        self.folder, self.kept, self.every, self.taken = folder, kept, every, taken
         self._ids = {id(p) for p in kept.params}
         self.group = kept.group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.step = 0
         self.run = _NONE[1]
-        self._written = self._warned = self._marked = -1
+        self._written = self._warned = -1
+        self._marked: tuple[int, list[int]] = (-1, [])  # step and versions of the parameters at the last mark
         self._failed: int | None = None  # step of the last written snapshot when a write failed
         self._current = folder  # of the newest snapshot, written or resumed
         self._ended_steps = 0.0
@@ -248,19 +257,33 @@ class StateFolder:
         exchange = StoreExchange(self.group, group_timeout(self.group))
         self.run = _agree_on_run(exchange)
         self._see_one_folder(exchange)
-        found = [one for one in self.listed() if one.whole]
-        fitting = {one.key: one for one in found if self._fits(one, own)}
-        chosen = _newest_common(exchange, list(fitting))
+        found, chosen = self._fitting(exchange, own)
+        mine = self.folder
+        others = exchange("\0".join(sorted(_names(mine.parent))).encode())[0].decode().split("\0")
+        for name in [one for one in others if mine.parent / one not in (mine, *self.taken) and _MODEL.match(one)]:
+            if chosen is None:  # a script that resumes may wrap its models in another order, or only the last ones
+                self.folder = mine.parent / name
+                _, chosen = self._fitting(exchange, own, after=0)  # a new run has its own first snapshot
         if chosen is not None:
-            self._load(fitting[chosen])
-        elif not isinstance(self.kept, LoneKept) and any(row != b"0" for row in exchange(b"1" if found else b"0")):
+            self._load(chosen)
+            return self._watch()
+        self.folder = mine
+        if not isinstance(self.kept, LoneKept) and any(row != b"0" for row in exchange(b"1" if found else b"0")):
             raise StateError(self._none_fits(found))
-        else:
-            self.write()
+        self.write()
         self._watch()
+
+    def _fitting(self, exchange: StoreExchange, own: str, after: int = -1) -> tuple[list[Snapshot], Snapshot | None]:
+        """Return the whole snapshots in the folder, and the one after this step that all ranks resume."""
+        found = [one for one in self.listed() if one.whole]
+        fitting = {one.key: one for one in found if one.step > after and self._fits(one, own)}
+        chosen = _newest_common(exchange, list(fitting))
+        return found, fitting[chosen] if chosen is not None else None
 
     def _fits(self, one: Snapshot, own: str) -> bool:
         """Compare this rank's parameters. With another world size, compare the parameters of all saved ranks."""
+        if own in one.saved:
+            return True
         if one.world == self.world:
             return one.checksums[self.rank] == own
         return set(one.checksums.values()) == {own}
@@ -289,7 +312,7 @@ class StateFolder:
         self._lineage = self._lineage_of(one)
         if one.step:  # a new start is no heir of the run whose first snapshot it shares
             later = [other for other in self.listed() if other.run == one.run and other.step > one.step]
-            self._abandoned = {other.key for other in later if not (other.folder / SAVED).exists()}
+            self._abandoned = {other.key for other in later if not other.saved}
         if self.rank == 0:
             with suppress(OSError):  # a later run then removes less
                 (self.folder / f"run-{self.run}-after-{one.folder.name}").touch()
@@ -366,12 +389,13 @@ class StateFolder:
             self.write()
 
     def script_saved(self) -> None:
-        """Mark the snapshot of this step, so that it is not removed: the script saves a checkpoint."""
+        """Mark the snapshot of this step with the present parameters: the script saves a checkpoint."""
         if self._written == self.step:
-            if self._marked != self.step:
-                self._marked = self.step
+            now = (self.step, [p._version for p in self.kept.params])  # this is called for each tensor that is saved
+            if self._marked != now:
+                self._marked = now
                 with suppress(OSError):  # the script's own save must not fail by this
-                    (self._current / SAVED).touch()
+                    (self._current / f"saved-{self.kept.fingerprint()}").touch()
         elif self._warned < 0:
             self._warned = self.step
             log.warning(
@@ -440,7 +464,7 @@ class StateFolder:
         """
         mine = {**self._lineage, self.run: self.step}  # a faster rank writes the next step now
         there = [one for one in self.listed() if one.key in self._abandoned or one.step <= mine.get(one.run, -1)]
-        marked = [one for one in there if (one.folder / SAVED).exists()][-MARKED:]
+        marked = [one for one in there if one.saved][-MARKED:]
         kept = {*self._latest, *(one.key for one in marked), *(one.key for one in there if one.step == 0)}
         for one in there:
             if one.key in kept:
@@ -457,6 +481,8 @@ def _read_folder(one: Snapshot) -> Snapshot:
         if match:
             rank, one.world, one.stateless = int(match[1]), int(match[2]), match[4] == "none"
             one.files[rank], one.checksums[rank] = one.folder / name, match[3]
+        elif match := _SAVED.match(name):
+            one.saved.add(match[1])
     return one
 
 
