@@ -408,7 +408,7 @@ def refused(rank: int, world: int) -> list[str]:
     found = [
         attempt(lambda: joined(before=True), "DDP.join() repeats"),
         attempt(lambda: joined(before=False), "DDP.join() repeats"),
-        attempt(thawed, "require gradients and are not exchanged" if rank == 1 else "rank 1"),
+        attempt(thawed, "unfreeze the same parameters on all ranks"),
         attempt(too_late, "was made after the forward"),
         attempt(other_order, "in the order of their creation"),
         attempt(shared, "cannot choose between SGD and SGD"),

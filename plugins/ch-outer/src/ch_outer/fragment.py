@@ -83,6 +83,7 @@ class Fragment:
         since: number of inner steps at the start of the exchange under way, or ``None``.
         settled: number of inner steps at the start of the last exchange, if it left the parameters at the start, or ``None``.
         landed: number of inner steps at the start of the last exchange that has arrived, or ``None`` if that is not known.
+        thawed: further starts to compare, of parameters that are about to be exchanged.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Fragment:
         self.since: int | None = None
         self.settled: int | None = None
         self.landed: int | None = None
+        self.thawed: Mapping[str, torch.Tensor] = {}
         self._exchange: PendingAverage | None = None
         self._fixed = fixed
         self._sent_from: dict[str, torch.Tensor] = {}  # this rank's parameters when the exchange started, if needed
@@ -110,7 +112,7 @@ class Fragment:
         if compared and binding is not None and binding.engine is not None:
             group = binding.group
             ranks = range(reducer.world_size) if group is None else dist.get_process_group_ranks(group)
-            self._check.watch(self.starts.items, lambda: ranks)
+            self._check.watch(lambda: {**self.starts, **self.thawed}.items(), lambda: ranks)
             binding.engine.rank_check = self._check
 
     # -- one round
@@ -172,9 +174,10 @@ class Fragment:
                 if drift is None or not isinstance(error, RankMismatchError):
                     raise
                 raise RankMismatchError(
-                    f"the ranks have different starts of this round ({drift}). Load the same values on all ranks. A copy that a "
-                    "rank takes of its model inside a round, where ranks hold different parameters, cannot be loaded again: put "
-                    "it back by copy_() instead of load_state_dict(), or copy the model at the end of a round"
+                    f"the ranks have different starts of this round ({drift}). Load the same values and unfreeze the same "
+                    "parameters on all ranks. A copy that a rank takes of its model inside a round, where ranks hold different "
+                    "parameters, cannot be loaded again: put it back by copy_() instead of load_state_dict(), or copy the model "
+                    "at the end of a round"
                 ) from None
 
     def miss(self) -> None:

@@ -37,7 +37,8 @@ class OuterOptimizer(InnerOptimizer):
     Every rank makes the same number of ``step()`` calls, because these calls send the messages. Parameters, frozen ones too, and
     averaged buffers must be equal on all :class:`FixedRanks` at construction. They may differ on :class:`Members`.
 
-    Each round checks that all trainable parameters and floating-point buffers of the model are exchanged.
+    Each round checks that all trainable parameters and floating-point buffers of the model are exchanged. Parameters that are
+    unfrozen later, in the same inner step on all ranks, join in the next round, without outer momentum.
 
     Args:
         optim: the inner optimizer, of any class.
@@ -136,6 +137,7 @@ class OuterOptimizer(InnerOptimizer):
             True if this rank has just taken over the start of a peer. Its gradients then belong to other parameters.
         """
         self.rounds.progress.began()
+        self._shared.note_thawed()
         with torch.no_grad():
             return self.rounds.meet()
 
@@ -167,7 +169,8 @@ class OuterOptimizer(InnerOptimizer):
             if self.count == finish_after:
                 self.finish()
 
-        return Followed(self, [*others, self.optim], check, self._shared.model, self.rounds.load).close
+        shared = self._shared
+        return Followed(self, [*others, self.optim], check, shared.model, self.rounds.load, shared.note_thawed).close
 
     def move(self, process_group: dist.ProcessGroup) -> None:
         """Continue over another process group, which has survivors of a lost one and new ranks.
@@ -205,7 +208,7 @@ class OuterOptimizer(InnerOptimizer):
         with torch.no_grad():
             self.rounds.finish()
         if self._warns:
-            warn_of_short_run(self.outer, self.landed // len(self._shared.fragments))
+            warn_of_short_run(self.outer, self.landed // self.schedule.turns)
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -247,7 +250,7 @@ class OuterOptimizer(InnerOptimizer):
     def stats(self) -> dict[str, float]:
         """Return the sum of all exchanges' figures (see :meth:`commhooks.CommHook.stats`), and ``rounds_done``."""
         rows = [reducer.stats() for reducer in self._shared.reducers]
-        whole = float(self.landed // len(self._shared.fragments))
+        whole = float(self.landed // self.schedule.turns)
         return {key: sum(row[key] for row in rows) for key in rows[0]} | {"rounds_done": whole}
 
     def trace_source(self) -> TraceSource:

@@ -39,14 +39,14 @@ class Schedule:
     def __post_init__(self) -> None:
         for name, value, least in (
             ("every", self.every, 1),
-            ("fragments", self._turns, 1),
+            ("fragments", self.turns, 1),
             ("overlap", self.overlap, 0),
         ):
             if type(value) is not int or value < least:
                 raise HookConfigError(f"{name}={value!r}: expected an integer of at least {least}")
-        if self._turns > self.every:
+        if self.turns > self.every:
             raise HookConfigError(
-                f"fragments={self._turns} is more than every={self.every}. Only one exchange starts after each inner step, so "
+                f"fragments={self.turns} is more than every={self.every}. Only one exchange starts after each inner step, so "
                 "use at most as many fragments as inner steps"
             )
         if self.overlap > self.every:
@@ -60,13 +60,14 @@ class Schedule:
             )
 
     @property
-    def _turns(self) -> int:
+    def turns(self) -> int:
+        """Number of fragments that take turns."""
         return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
 
     def due(self, count: int) -> list[int]:
         """Return the fragments whose exchange starts after ``count`` inner steps."""
         place = count % self.every
-        return [f for f in range(self._turns) if (f + 1) * self.every // self._turns % self.every == place]
+        return [f for f in range(self.turns) if (f + 1) * self.every // self.turns % self.every == place]
 
     def last(self, fragment: int, count: int) -> int:
         """Return the number of inner steps at the start of a fragment's last exchange; 0 if it has had none.
@@ -78,7 +79,7 @@ class Schedule:
         >>> [Schedule(every=6, fragments=2).last(1, count) for count in (5, 6, 11, 13)]
         [0, 6, 6, 12]
         """
-        first = (fragment + 1) * self.every // self._turns
+        first = (fragment + 1) * self.every // self.turns
         return first + (count - first) // self.every * self.every if count >= first else 0
 
     def common(self, count: int) -> int | None:
@@ -89,7 +90,7 @@ class Schedule:
         >>> [Schedule(every=6, overlap=1).common(count) for count in (0, 7, 8)], Schedule(every=6, mix=0.5).common(0)
         ([7, 7, 13], None)
         """
-        if self._turns > 1 or not (self.mix == 0.0 or (self.mix == CARRY and not self.overlap)):
+        if self.turns > 1 or not (self.mix == 0.0 or (self.mix == CARRY and not self.overlap)):
             return None
         return max(1, -((self.overlap - count) // self.every)) * self.every + self.overlap
 

@@ -1,6 +1,6 @@
 """The model that all ranks share: a start for each parameter, the last average of each buffer, and the outer optimizer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
@@ -50,7 +50,8 @@ class SharedModel:
     Attributes:
         params: the parameters that are exchanged, by name.
         schedule: the schedule, with a number of fragments.
-        fragments: the fragments of the parameters, in the order of their turns.
+        fragments: the fragments of the parameters, in the order of their turns, then one for each time that parameters thawed.
+        thawed: starts of parameters that were unfrozen since the last round, by name.
         buffers: the averaged buffers.
         outer: the outer optimizer.
         facts: lines that must be equal on all ranks.
@@ -80,16 +81,42 @@ class SharedModel:
         values = ranks.fixed and ranks.verify_ranks
         self.facts = facts_of(model, starts, parameters_of(model)[1], buffers, values=values)
         self.facts["outer step"] = [f"{self.schedule}, buffers={buffers}", *options_of(self.outer)]
+        # Only ranks that compare their starts learn if all of them have unfrozen the same parameters.
+        self._frozen = parameters_of(model)[1] if values else {}
+        self.thawed: dict[str, torch.Tensor] = {}
         where = ranks.reducer_options()
-        self.fragments: list[Fragment] = []
-        for index, names in enumerate(parts):
-            mine = {name: starts[name] for name in names}
+
+        def fragment(mine: dict[str, torch.Tensor], **options: Any) -> Fragment:
             # Each fragment has its own reducer, so that a round of a fragment is one committed step of its state.
-            turns = ranks.turns(index, len(parts))
-            reducer = Reducer(exchange, mine, facts=self.facts, rounds=turns, **where)
-            params = {name: self.params[name] for name in names}
-            self.fragments.append(Fragment(params, mine, reducer, schedule.mix, fixed=ranks.fixed, compared=values))
+            reducer = Reducer(exchange, mine, facts=self.facts, **options, **where)
+            params = {name: self.params[name] for name in mine}
+            return Fragment(params, mine, reducer, schedule.mix, fixed=ranks.fixed, compared=values)
+
+        self._fragment = fragment
+        turns = [ranks.turns(index, len(parts)) for index in range(len(parts))]
+        self.fragments = [
+            fragment({name: starts[name] for name in names}, rounds=turn)
+            for names, turn in zip(parts, turns, strict=True)
+        ]
+        self.fragments[-1].thawed = self.thawed
         self.buffers = Buffers(model, buffers, **where)
+
+    def note_thawed(self) -> None:
+        """Copy the starts of parameters that the script has unfrozen. Call it before an optimizer steps.
+
+        A frozen parameter has not moved since the last round, so its value is its start on all ranks.
+        """
+        for name, param in self._frozen.items():
+            if param.requires_grad and name not in self.thawed:
+                self.thawed[name] = start_of(param)
+
+    def admit(self, names: Iterable[str]) -> int:
+        """Make a fragment of thawed parameters, on all ranks, whose starts are equal. Return its index."""
+        starts = {name: self.thawed.pop(name) for name in names}
+        self.params |= {name: self._frozen.pop(name) for name in starts}
+        self.outer.param_groups[0]["params"] += starts.values()
+        self.fragments.append(self._fragment(starts))
+        return len(self.fragments) - 1
 
     @property
     def reducers(self) -> list[Reducer]:
@@ -99,7 +126,7 @@ class SharedModel:
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return pairs of a parameter or buffer of this rank and its shared value."""
         pairs = [(f.params[name], start) for f in self.fragments for name, start in f.starts.items()]
-        return pairs + self.buffers.places()
+        return [*pairs, *((self._frozen[name], start) for name, start in self.thawed.items()), *self.buffers.places()]
 
     def check_model(self) -> None:
         """Check that all trainable parameters and floating-point buffers of the model are exchanged.
@@ -107,7 +134,7 @@ class SharedModel:
         Raises:
             HookConfigError: one was added, replaced, unfrozen or removed since construction.
         """
-        check_parameters(self.model, self._inner, self.params)
+        check_parameters(self.model, self._inner, {**self.params, **{name: self._frozen[name] for name in self.thawed}})
         self.buffers.check_names()
 
     # -- checkpoints
@@ -134,6 +161,11 @@ class SharedModel:
                 "into the inner optimizer"
             )
         self.check_schedule("the state was saved with", saved["schedule"])
+        if len(self.fragments) != len(saved["fragments"]):
+            raise StateError(
+                f"the state has {len(saved['fragments'])} fragments, this model {len(self.fragments)}: one more for each time "
+                "that parameters were unfrozen later. Unfreeze them in the same rounds before you load the state"
+            )
         for fragment, state in zip(self.fragments, saved["fragments"], strict=True):
             fragment.check(state)
         self.buffers.check(saved["buffers"])
