@@ -97,11 +97,11 @@ class Rounds(ABC):
         if landed is not None:
             return landed
         return self.schedule.last(
-            min(index, self.schedule.turns - 1), max(0, self.count - self.schedule.overlap)
+            min(index, self.schedule.fragments - 1), max(0, self.count - self.schedule.overlap)
         )  # also after a state was loaded
 
     def _start_due(self) -> None:
-        last, every = self.schedule.turns - 1, len(self.shared.fragments)
+        last, every = self.schedule.fragments - 1, len(self.shared.fragments)
         for due in self.schedule.due(self.count):
             for index in range(due, every if due == last else due + 1):
                 self.exchange(index, overlap=self.schedule.overlap > 0)
@@ -124,7 +124,7 @@ class Rounds(ABC):
         index = self.open(due)
         if index is None:
             return self.close()
-        if index == self.schedule.turns - 1:
+        if index == self.schedule.fragments - 1:
             self._thawed = [*self.shared.thawed]
         try:
             self.shared.fragments[index].begin(self.count, self._obstacle())
@@ -159,9 +159,9 @@ class Rounds(ABC):
             fragment.miss()
             return False
         self.move_start(fragment, healed=self.takeovers > takeovers)
-        self.progress.landed(self.landed, apart)
+        self.progress.landed(apart)
         self.shared.buffers.put(buffers)
-        if index == self.schedule.turns - 1 and self._thawed:
+        if index == self.schedule.fragments - 1 and self._thawed:
             self.exchange(self.shared.admit(self._thawed))
         return True
 
@@ -175,7 +175,7 @@ class Rounds(ABC):
                 "differs from that of its peers. Load a state_dict() on all ranks"
             )
             raise
-        self.landed += fragment in self.shared.fragments[: self.schedule.turns]
+        self.landed += fragment in self.shared.fragments[: self.schedule.fragments]
         reshard(self.shared.model)
 
     # -- state

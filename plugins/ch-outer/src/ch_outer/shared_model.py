@@ -1,7 +1,7 @@
 """The model that all ranks share: a start for each parameter, the last average of each buffer, and the outer optimizer."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +41,7 @@ class SharedModel:
     Args:
         model: the model of this rank.
         inner: the inner optimizer.
-        schedule: its ``fragments`` may be names.
+        schedule: times of the exchanges.
         exchange: averages the pseudo-gradients.
         outer: makes the outer optimizer of the starts.
         buffers: ``"average"`` or ``"local"``.
@@ -49,7 +49,6 @@ class SharedModel:
 
     Attributes:
         params: the parameters that are exchanged, by name.
-        schedule: the schedule, with a number of fragments.
         fragments: the fragments of the parameters, in the order of their turns, then one for each time that parameters thawed.
         thawed: starts of parameters that were unfrozen since the last round, by name.
         buffers: the averaged buffers.
@@ -74,7 +73,7 @@ class SharedModel:
         self.model, self._inner = model, inner
         self.params = trained(model, inner)
         parts = divide(self.params, schedule.fragments)
-        self.schedule = replace(schedule, fragments=len(parts))
+        self.schedule = schedule
         starts = {name: start_of(param) for name, param in self.params.items()}
         self.outer = (outer or default_outer())(list(starts.values()))
         # A manager sends its members equal values, so only fixed ranks compare values.
@@ -90,7 +89,7 @@ class SharedModel:
             # Each fragment has its own reducer, so that a round of a fragment is one committed step of its state.
             reducer = Reducer(exchange, mine, facts=self.facts, **options, **where)
             params = {name: self.params[name] for name in mine}
-            return Fragment(params, mine, reducer, schedule.mix, fixed=ranks.fixed, compared=values)
+            return Fragment(params, mine, reducer, schedule.mix, compared=values)
 
         self._fragment = fragment
         turns = [ranks.turns(index, len(parts)) for index in range(len(parts))]
