@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 import ch_outer
 import commhooks
 from ch_run.auto_attach import auto_attach
-from ch_run.command import plan
 from ch_run.import_watch import watch
 from ch_run.outer_model import OuterModel, outer_text
 from ch_run.settings import Settings
@@ -564,18 +563,6 @@ def test_the_report_tells_of_steps_that_no_other_rank_has() -> None:
     assert "no round was completed" in outer_text({**row, "steps": 7, "stats": {}, "apart": [], "steps_alone": 7})
     assert "warning" not in outer_text({**row, "steps_alone": 0})
     assert "2.5 times as far apart as the first" in outer_text({**row, "apart_growth": 2.5})
-
-
-@pytest.mark.parametrize(
-    ("outer", "said"),
-    [
-        ("diloco(every=30, steps=60)", "30 optimizer steps; after step 60 all ranks take one model"),  # ends a round
-        ("diloco(every=30, steps=61)", "30 optimizer steps; after step 61 all ranks take one model"),
-        ("diloco(every=30)", "30 optimizer steps; steps after the last whole round reach no other rank (give steps=N,"),
-    ],
-)
-def test_a_dry_run_tells_the_end_of_the_run(outer: str, said: str) -> None:
-    assert f"round {said}" in " ".join(plan(Settings("", outer=outer), "train.py").split())
 
 
 @pytest.mark.parametrize(

@@ -113,11 +113,9 @@ from commhooks.registry.registry import class_names as class_names
 from commhooks.registry.spec import HookSpec as HookSpec
 from commhooks.registry.spec import Needs as Needs
 from commhooks.registry.spec import PluginFailure as PluginFailure
-from commhooks.report.plan_table import USUAL_SHAPES as USUAL_SHAPES
 from commhooks.report.plan_table import PlanRow as PlanRow
 from commhooks.report.plan_table import node_bytes as node_bytes
 from commhooks.report.plan_table import patterns as patterns
-from commhooks.report.plan_table import plan_shapes as plan_shapes
 from commhooks.report.report import Report as Report
 from commhooks.report.report import ReportRow as ReportRow
 from commhooks.report.text import as_text as as_text
