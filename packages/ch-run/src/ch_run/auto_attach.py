@@ -125,12 +125,11 @@ class AutoAttach:
         """Add a model to the report, and resume its state and begin its trace if the run has them."""
         settings = self.settings
         self.models.append(found)
-        label = _label(len(self.models), model)
         if settings.state:
             self._keep_state(found, model, len(self.models))
         if settings.trace:
             try:
-                found.trace = found.begin_trace(str(Path(settings.trace) / f"{label}.json"))
+                found.trace = found.begin_trace(str(Path(settings.trace) / f"{_label(len(self.models), model)}.json"))
             except HookNotSupportedError as error:
                 self._note(f"--trace: {name_of(model)} is not traced: {error}")
         _drop_with(model, found)

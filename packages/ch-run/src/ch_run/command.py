@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -72,44 +73,14 @@ def set_up(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], in
     except ValueError as error:  # of a variable
         _complain(f"ValueError: {error}")
         parser.exit(2)
-    for option, value, text in (
-        ("--hook", default.hook, "hook expression, e.g. 'powersgd(rank=4)'"),
-        ("--outer", default.outer, "outer optimizer instead, e.g. 'diloco(every=30)'"),
-        ("--gather", default.gather, "hook on FSDP2's weight gathers, e.g. 'quant8'"),
-    ):
-        parser.add_argument(option, action=_Expression, default=value, metavar="EXPR", help=text)
-    parser.add_argument("--report", default=default.report, metavar="FILE", help="write the report there, as JSON")
-    parser.add_argument("--state", default=default.state, metavar="DIR", help="write the hook's state there; resume it")
-    parser.add_argument(
-        "--state-every",
-        type=int,
-        default=default.state_every,
-        metavar="N",
-        help="optimizer steps between two snapshots of the state (1)",
-    )
-    parser.add_argument(
-        "--module-pattern",
-        default=default.module_pattern,
-        metavar="GLOB",
-        help="class names of the models that get the hook (*)",
-    )
-    parser.add_argument(
-        "--single-process", action="store_true", default=default.single_process, help="compress in one process, too"
-    )
-    parser.add_argument(
-        "--check-ranks-every",
-        type=int,
-        default=default.check_ranks_every,
-        metavar="N",
-        help="compare the parameters of all ranks every N steps",
-    )
-    parser.add_argument(
-        "--on-drift",
-        choices=("warn", "raise"),
-        default=default.on_drift,
-        help="what to do if they differ (warn)",
-    )
-    parser.add_argument("--trace", default=default.trace, metavar="DIR", help="write a trace of each model there")
+    for field in fields(Settings):
+        value, metavar = getattr(default, field.name), field.metadata["metavar"]
+        kind: dict[str, Any] = {"metavar": metavar, "type": type(value)}
+        if metavar == "EXPR":
+            kind["action"] = _Expression
+        elif not metavar:
+            kind = {"action": "store_true"} if isinstance(value, bool) else {"choices": ("warn", "raise")}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=value, help=field.metadata["help"], **kind)
     parser.add_argument(
         "--must-attach",
         action="store_true",
@@ -131,8 +102,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 def run(given: argparse.Namespace) -> int:
     """Check the expression, then run the script. Its exceptions and its exit status pass through."""
     try:
-        others = ("script", "words", "module", "must_attach", "runs_script")
-        settings = Settings(**{name: value for name, value in vars(given).items() if name not in others})
+        settings = Settings(**{field.name: getattr(given, field.name) for field in fields(Settings)})
         for name in Settings.variables():
             os.environ.pop(name, None)  # options of the command line win, and so do their defaults
         if missing := _missing(given):

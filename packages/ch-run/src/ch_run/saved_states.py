@@ -23,11 +23,12 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -103,33 +104,41 @@ def _crc(file: BinaryIO) -> str:
     return f"{total:08x}"
 
 
-class Kept(Protocol):
+class Kept(ABC):
     """State of one model that a folder keeps.
 
-    Attributes:
+    Args:
         expr: expression of the hook or outer optimizer, for errors.
         params: parameters whose optimizer makes the steps that count.
+        group: the ranks that write, by default all.
+
+    Attributes:
         remedy: sentence for a user who saves a checkpoint that has no snapshot.
-        group: the ranks that write.
     """
 
-    expr: str
-    params: list[torch.Tensor]
-    group: dist.ProcessGroup
-    remedy: str
+    remedy = "Let --state-every divide the steps between checkpoints"
+
+    def __init__(self, expr: str, params: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+        everyone: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+        self.expr, self.params, self.group = expr, list(params), group if group is not None else everyone
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits of the parameters, by which a checkpoint of the script finds its snapshot."""
+        return checksum(*self.params)
 
     def whole(self) -> bool:
         """Return True if all ranks hold one model now, so that a checkpoint of one rank can be resumed on all."""
+        return True
 
     def progress(self) -> float:
         """Return a number that grows when a step has begun since the last one ended."""
+        return 0.0
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return this rank's state, on all ranks; None if one process trains alone, without the hook."""
+        return None
 
+    @abstractmethod
     def load(self, one: "Snapshot", rank: int, world: int) -> None:
         """Load a snapshot, on all ranks.
 
@@ -138,14 +147,12 @@ class Kept(Protocol):
         """
 
 
-class HookKept:
+class HookKept(Kept):
     """State of an attached hook.
 
     Raises:
         StateError: the hook is a foreign function with its own state, or its ranks belong to a manager.
     """
-
-    remedy = "Let --state-every divide the steps between checkpoints"
 
     def __init__(self, handle: CommHook) -> None:
         binding = handle.binding
@@ -155,16 +162,9 @@ class HookKept:
             raise StateError(
                 f"--state: a manager adds and removes ranks of {handle.expr}; save its state in the script"
             )
-        self.handle, self.expr = handle, handle.expr
-        self.params = list(binding.params)
-        everyone: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
-        self.group = everyone if binding.other_axes else binding.group  # with a mesh, all ranks write
-
-    def fingerprint(self) -> str:
-        return checksum(*self.params)
-
-    def whole(self) -> bool:
-        return True
+        # With a mesh, all ranks write.
+        super().__init__(handle.expr, binding.params, None if binding.other_axes else binding.group)
+        self.handle = handle
 
     def progress(self) -> float:
         """Return the number of backwards that the engine has finished."""
@@ -181,31 +181,8 @@ class HookKept:
             load_obtained(self.handle, lambda: merge([one.read(r) for r in range(one.world)]), world_change="mean")
 
 
-class LoneKept:
-    """Parameters of a model that one process trains alone, without its hook. More ranks find their checkpoints by them.
-
-    Args:
-        expr: expression of the hook.
-        params: trainable parameters.
-    """
-
-    remedy = HookKept.remedy
-
-    def __init__(self, expr: str, params: list[torch.Tensor]) -> None:
-        self.expr, self.params = expr, params
-        self.group: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
-
-    def fingerprint(self) -> str:
-        return checksum(*self.params)
-
-    def whole(self) -> bool:
-        return True
-
-    def progress(self) -> float:
-        return 0.0
-
-    def state_dict(self) -> None:
-        return None
+class LoneKept(Kept):
+    """Trainable parameters of a model that one process trains alone. More ranks find the hook's earlier checkpoints by them."""
 
     def load(self, one: "Snapshot", rank: int, world: int) -> None:
         log.warning(
@@ -432,7 +409,7 @@ class StateFolder:
 
     def _write(self) -> None:
         begun = time.perf_counter()
-        folder = self._place()
+        folder = self.folder / f"step-{self.step:012d}-{self.run}"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self.rank}-of-{self.world}-{self.kept.fingerprint()}"
         aside = folder / f"rank-{self.rank}-of-{self.world}.tmp"
@@ -452,9 +429,6 @@ class StateFolder:
         self._latest = [*self._latest, (self.step, self.run)][-LATEST:]
         self._prune()
         log.debug("%s: %d bytes in %.1f ms", path, path.stat().st_size, 1000 * (time.perf_counter() - begun))
-
-    def _place(self) -> Path:
-        return self.folder / f"step-{self.step:012d}-{self.run}"
 
     def _prune(self) -> None:
         """Remove this rank's old files of this run and its lineage. Rank 0 also removes files of ranks beyond the world size.

@@ -82,6 +82,7 @@ from commhooks.checkpoint.save_load import load_obtained as load_obtained
 from commhooks.checkpoint.save_load import load_state_dict as load_state_dict
 from commhooks.checkpoint.save_load import state_dict as state_dict
 from commhooks.checkpoint.world_change import merge as merge
+from commhooks.cli.text import block as block
 from commhooks.cli.text import width as width
 from commhooks.composite import Composite as Composite
 from commhooks.composite import composed as composed
