@@ -1,11 +1,11 @@
-"""Train by Accelerate with its accumulation and clipping."""
+"""Train by Accelerate with its accumulation and clipping, and its `save_state` after each epoch."""
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader
-from toy import SEED, Net, dataset, finish, test
+from toy import FOLDER, SEED, Net, dataset, finish, test
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 set_seed(SEED)
@@ -13,7 +13,10 @@ model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 batches = DataLoader(dataset(), batch_size=16, shuffle=True, drop_last=True)
 model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-for _ in range(2):
+first = len(list(FOLDER.glob("epoch-*")))
+if first > 0:
+    accelerator.load_state(FOLDER / f"epoch-{first - 1}")
+for epoch in range(first, 2):
     for x, y in batches:
         with accelerator.accumulate(model):
             loss = nn.functional.mse_loss(model(x), y)
@@ -22,5 +25,10 @@ for _ in range(2):
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+    accelerator.save_state(FOLDER / "saving")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        (FOLDER / "saving").rename(FOLDER / f"epoch-{epoch}")
+    accelerator.wait_for_everyone()
 finish(test(accelerator.unwrap_model(model)), model)
 accelerator.end_training()
