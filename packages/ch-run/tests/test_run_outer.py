@@ -5,6 +5,7 @@ script, and once with ``OuterOptimizer`` by hand.
 """
 
 import copy
+import gc
 import io
 import os
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import ch_outer
 import commhooks
 from ch_run.auto_attach import auto_attach
 from ch_run.import_watch import watch
-from ch_run.outer_model import OuterModel, outer_text
+from ch_run.outer_model import OuterModel, _optimizers, outer_text
 from ch_run.settings import Settings
 from ch_testing import spawn
 
@@ -419,6 +420,22 @@ def refused(rank: int, world: int) -> list[str]:
         attempt(sharded, "has none: all ranks hold parts of one model"),
     ]
     return [text for text in found if text]
+
+
+def replaced(rank: int, world: int) -> int:
+    """Return the number of optimizers of a model whose first optimizer was replaced and is in a reference cycle."""
+    watching(expression("diloco"))
+    gc.disable()
+    model = net()
+    cycle: list[Any] = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    cycle.append(cycle)
+    del cycle
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return len(_optimizers(model, "a model")) + 0 * len(optimizer.param_groups)
+
+
+def test_a_replaced_optimizer_does_not_count_before_python_frees_its_cycle() -> None:
+    assert spawn(replaced, 1, timeout=100) == [1]
 
 
 @pytest.mark.full

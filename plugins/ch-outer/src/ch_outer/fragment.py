@@ -68,13 +68,13 @@ class Fragment:
         starts: their starts, which the outer optimizer moves.
         reducer: averages tensors of the shapes of the starts.
         mix: see :class:`.Schedule`.
-        compared: True to compare the starts of all ranks in each round, by a digest of their bits.
+        compared: further starts that are compared over all ranks with those of this fragment, by a digest of their bits in each
+            round. They belong to parameters that are about to be exchanged. ``None`` compares nothing.
 
     Attributes:
         since: number of inner steps at the start of the exchange under way, or ``None``.
         settled: number of inner steps at the start of the last exchange, if it left the parameters at the start, or ``None``.
         landed: number of inner steps at the start of the last exchange that has arrived, or ``None`` if that is not known.
-        thawed: further starts to compare, of parameters that are about to be exchanged.
     """
 
     def __init__(
@@ -83,14 +83,12 @@ class Fragment:
         starts: Mapping[str, torch.Tensor],
         reducer: Reducer,
         mix: float | str,
-        *,
-        compared: bool = False,
+        compared: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.params, self.starts, self.reducer, self.mix = dict(params), dict(starts), reducer, mix
         self.since: int | None = None
         self.settled: int | None = None
         self.landed: int | None = None
-        self.thawed: Mapping[str, torch.Tensor] = {}
         self._exchange: PendingAverage | None = None
         self._sent_from: dict[str, torch.Tensor] = {}  # this rank's parameters when the exchange started, if needed
         # Rounding of 16-bit parameters: exact place minus parameter. Without it, the next pseudo-gradient would contain the
@@ -98,10 +96,11 @@ class Fragment:
         self._rounding: dict[str, torch.Tensor] = {}
         self._check = RankCheck(1, "raise")
         binding = reducer.handle.binding
-        if compared and binding is not None and binding.engine is not None:
+        if compared is not None and binding is not None and binding.engine is not None:
             group = binding.group
             ranks = range(reducer.world_size) if group is None else dist.get_process_group_ranks(group)
-            self._check.watch(lambda: {**self.starts, **self.thawed}.items(), lambda: ranks)
+            own = self.starts
+            self._check.watch(lambda: {**own, **compared}.items(), lambda: ranks)
             binding.engine.rank_check = self._check
 
     # -- one round

@@ -84,20 +84,22 @@ class SharedModel:
         self._frozen = parameters_of(model)[1] if values else {}
         self.thawed: dict[str, torch.Tensor] = {}
         where = ranks.reducer_options()
+        # Used in place of `self`, because a reference cycle would keep a dropped inner optimizer alive.
+        every, facts = self.params, self.facts
 
-        def fragment(mine: dict[str, torch.Tensor], **options: Any) -> Fragment:
+        def fragment(mine: dict[str, torch.Tensor], thawed: Mapping[str, torch.Tensor], **options: Any) -> Fragment:
             # Each fragment has its own reducer, so that a round of a fragment is one committed step of its state.
-            reducer = Reducer(exchange, mine, facts=self.facts, **options, **where)
-            params = {name: self.params[name] for name in mine}
-            return Fragment(params, mine, reducer, schedule.mix, compared=values)
+            reducer = Reducer(exchange, mine, facts=facts, **options, **where)
+            return Fragment(
+                {name: every[name] for name in mine}, mine, reducer, schedule.mix, thawed if values else None
+            )
 
         self._fragment = fragment
-        turns = [ranks.turns(index, len(parts)) for index in range(len(parts))]
-        self.fragments = [
-            fragment({name: starts[name] for name in names}, rounds=turn)
-            for names, turn in zip(parts, turns, strict=True)
-        ]
-        self.fragments[-1].thawed = self.thawed
+        self.fragments: list[Fragment] = []
+        for index, names in enumerate(parts):
+            thawed = self.thawed if index == len(parts) - 1 else {}
+            turns = ranks.turns(index, len(parts))
+            self.fragments.append(fragment({name: starts[name] for name in names}, thawed, rounds=turns))
         self.buffers = Buffers(model, buffers, **where)
 
     def note_thawed(self) -> None:
@@ -112,9 +114,9 @@ class SharedModel:
     def admit(self, names: Iterable[str]) -> int:
         """Make a fragment of thawed parameters, on all ranks, whose starts are equal. Return its index."""
         starts = {name: self.thawed.pop(name) for name in names}
-        self.params |= {name: self._frozen.pop(name) for name in starts}
+        self.params.update({name: self._frozen.pop(name) for name in starts})
         self.outer.param_groups[0]["params"] += starts.values()
-        self.fragments.append(self._fragment(starts))
+        self.fragments.append(self._fragment(starts, {}))
         return len(self.fragments) - 1
 
     @property
