@@ -2,12 +2,13 @@
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 from toy import FOLDER, SEED, Net, dataset, finish, test
 
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+reproducible = DataLoaderConfiguration(use_seedable_sampler=True)  # by default a resumed epoch has another order
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=reproducible)
 set_seed(SEED)
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -17,6 +18,7 @@ first = len(list(FOLDER.glob("epoch-*")))
 if first > 0:
     accelerator.load_state(FOLDER / f"epoch-{first - 1}")
 for epoch in range(first, 2):
+    batches.set_epoch(epoch)
     for x, y in batches:
         with accelerator.accumulate(model):
             loss = nn.functional.mse_loss(model(x), y)
