@@ -233,7 +233,7 @@ def orders(session: nox.Session) -> None:
 
 @nox.session
 def loops(session: nox.Session) -> None:
-    """Train forty ordinary scripts in every way, and print a table: 15 minutes. `-- --seed N --draw K`, `-- --only NAME`."""
+    """Train 41 ordinary scripts in every way, and print a table: 15 minutes. `-- --seed N --draw K`, `-- --only NAME`."""
     install(session, *PROJECTS, tools=[*FRAMEWORKS, "peft>=0.15", "schedulefree>=1.4", "torchao>=0.15"])
     session.run("python", "-m", "tests.loops", *session.posargs, env=ONE_THREAD)
 

@@ -552,6 +552,10 @@ class Reduction(ABC):
         """
         return True
 
+    def low_rank(self, param: ParamLayout, step: int) -> bool:
+        """True if the average of this matrix has less than half of its directions. Such a hook does not suit every optimizer."""
+        return False
+
     def phase(self, step: int) -> Hashable:
         """Return a value that changes with the step if the requests do (a warm-up, an alternation)."""
         return ()

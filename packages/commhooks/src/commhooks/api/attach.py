@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ch_core import AttachError, HookNotSupportedError, Link, RankCheck, Reduction, group_timeout, log, refuse_lost
 from commhooks.adapters.base import Binding
+from commhooks.adapters.low_rank import low_rank_refusal
 from commhooks.adapters.options import AttachOptions, FindOptimizers, Scaler
 from commhooks.api.adapter_lookup import Adapter, adapter_for, one_process, unwrapped
 from commhooks.api.create import as_handle
@@ -76,7 +77,8 @@ def attach(
         AttachError: the model is not wrapped. A SlotTakenError if it has a hook already.
         UnknownHookError, HookConfigError: see :func:`commhooks.create`.
         HookNotSupportedError: the model is an FSDP1 model, or `check_ranks_every` with weight gathers or a manager, whose
-            members may differ while they heal.
+            members may differ while they heal. Also with `optimizer=`, if the hook sends matrices of low rank and a Muon
+            steps them; the first step of a Muon that is not known yet raises it.
         RankMismatchError: the ranks do not agree.
         TransportError: a collective over the group failed earlier, or fails now.
 
@@ -117,6 +119,9 @@ def attach(
     binding = _bind(model, handle, adapter, options, alone=alone)
     try:
         _agree(model, handle, binding, options, check)
+        refusal = low_rank_refusal(handle, binding)
+        if refusal is not None and binding.watch is not None:
+            binding.watch.refuse(refusal)
         binding.after_agreement()
     except BaseException:
         handle.detach()

@@ -18,9 +18,7 @@ from ch_core import (
     StagePlan,
     StepContext,
     Topology,
-    trip_bytes,
 )
-from commhooks.report.text import size
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +74,6 @@ def patterns(names: Sequence[str]) -> str:
     for name in names:
         counts.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
     return ", ".join(f"{one} ({len(of)})" if len(of) > 1 else of[0] for one, of in counts.items())
-
-
-USUAL_SHAPES = {"linear.weight": (4096, 1024), "conv.weight": (256, 128, 3, 3), "norm.weight": (1024,)}
-
-
-def plan_shapes(reduction: Reduction, world_size: int = 2) -> list[str]:
-    """Return one line for each of some usual fp32 parameters: its treatment, and its wire bytes with the hook and without.
-
-    Wire bytes are those of a ring, in which a rank sends (W - 1) / W of the payload in each pass over the network.
-
-    Args:
-        reduction: planned at a step after its warm-up.
-        world_size: ranks.
-    """
-    lines = []
-    for name, shape in USUAL_SHAPES.items():
-        layout = BucketLayout.of_shapes({name: shape})
-        [row] = plan_rows(reduction, layout, LATER)
-        stages = reduction.plan(layout, StepContext(0, world_size, LATER))
-        sent, plain = (trips * (world_size - 1) / world_size for trips in (trip_bytes(stages), 2 * layout.size * 4))
-        reason = f" ({row.reason})" if row.reason else ""
-        lines.append(f"{name:<14} {shape!s:<18} {row.treatment}{reason}: {size(sent)} of {size(plain)}")
-    return lines
 
 
 class NodeBytes(NamedTuple):
