@@ -148,6 +148,39 @@ def test_a_cut_holds_until_it_is_restored() -> None:
         assert server.recv(1) == b"b"
 
 
+@pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not() or "runs")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("words", [None, "50mbit", pytest.param("10ms", marks=needs_line)])
+def test_connections_use_cubic_on_every_machine(words: str | None) -> None:
+    with netns.Network(2, words) as net, net.connection() as ends:
+        for each in ends:
+            found = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            assert found.rstrip(b"\0") == b"cubic"
+
+
+@needs_line
+@pytest.mark.timeout(60)
+def test_a_message_after_silence_needs_no_more_round_trips() -> None:
+    size = 200_000
+    with netns.Network(2, "100ms") as net, net.connection() as (client, server):
+
+        def seconds() -> float:
+            begun = time.perf_counter()
+            client.sendall(bytes(size))
+            arrived = 0
+            while arrived < size:
+                arrived += len(server.recv(1 << 20))
+            return time.perf_counter() - begun
+
+        for _ in range(5):  # the windows grow
+            seconds()
+        silence = []
+        for _ in range(3):
+            time.sleep(1.5)
+            silence.append(seconds())
+    assert min(silence) < 0.15  # one way takes 50 ms; with a window that has shrunk, four round trips
+
+
 @needs_line
 @pytest.mark.timeout(60)
 def test_four_nodes_share_a_hub_and_a_link_without_a_line_cannot_be_cut() -> None:

@@ -5,9 +5,9 @@
         launch(worker, 2, enter=net.enter)  # rank r runs inside namespace r
 
 Each namespace has an interface ``IFACE``, which Gloo uses. A token bucket filter limits its rate, as a network card does, and
-TCP uses Linux's default congestion control (cubic). With ``ranks_per_node`` a namespace is a node of several ranks, which
-share the interface and reach each other over loopback. `sent_here` reads the interface's counters. This needs root and
-iproute2; `why_not` returns the reason if it is unavailable.
+TCP uses cubic, Linux's default, and keeps its window while a connection is idle. With ``ranks_per_node`` a namespace is a
+node of several ranks, which share the interface and reach each other over loopback. `sent_here` reads the interface's
+counters. This needs root and iproute2; `why_not` returns the reason if it is unavailable.
 
 A bridge joins the interfaces if the link has a rate only. Otherwise the interfaces are TUN devices with packets of 1,500
 bytes, and a process of its own delays and drops packets (:mod:`ch_bench.links.line`). It limits what a node receives, too.
@@ -224,7 +224,11 @@ class Network:
             _ip("-n", name, "address", "add", f"{self.address(node)}/24", "dev", IFACE)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", IFACE, "up")
-            within(name, _use_cubic)
+            # BBR takes a link with bursts of collectives for a slower one. A route may name cubic where a kernel that prefers
+            # BBR lets no namespace choose it.
+            net = ["10.77.0.0/24", "dev", IFACE, "proto", "kernel", "scope", "link", "src", self.address(node)]
+            _ip("-n", name, "route", "change", *net, "congctl", "cubic")
+            within(name, _keep_windows)
             if self.link.rate:
                 _command("tc", "-n", name, "qdisc", "add", "dev", IFACE, "root", *_shape(self.link))
         if devices:
@@ -343,10 +347,14 @@ def _open_device() -> int:
     return device
 
 
-def _use_cubic() -> None:
-    """Use cubic: BBR takes a link with bursts of collectives for a slower one, so results would depend on the machine."""
-    with contextlib.suppress(OSError), open("/proc/sys/net/ipv4/tcp_congestion_control", "w") as control:
-        control.write("cubic")
+def _keep_windows() -> None:
+    """Let TCP keep its window while a connection is idle.
+
+    Otherwise a message after half a second of silence needs several round trips, and programs whose candidates take turns
+    would measure the silence.
+    """
+    with open("/proc/sys/net/ipv4/tcp_slow_start_after_idle", "w") as switch:
+        switch.write("0")
 
 
 def _setns(name: str) -> None:
