@@ -391,14 +391,14 @@ def ft_versions(session: nox.Session, version: str) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Compare the cost of hooks with PyTorch's, interleaved step by step. `-- --link 1gbit` shapes a link (needs root)."""
+    """Compare the cost of hooks with PyTorch's, interleaved step by step. `-- --link 200mbit,80ms` shapes a link (root)."""
     install(session, *PROJECTS, tools=["matplotlib>=3.8"])
     session.run("python", "-m", "commhooks", "bench", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def race(session: nox.Session) -> None:
-    """Race hooks and outer optimizers to all-reduce's loss. `-- --link 50mbit,200mbit,1gbit` (needs root)."""
+    """Race hooks and outer optimizers to all-reduce's loss. `-- --link 50mbit,80ms,1gbit` (needs root)."""
     install(session, *PROJECTS, tools=["matplotlib>=3.8"])
     with session.chdir(PROJECTS["ch-bench"]):
         session.run("python", "-m", "programs.outer.race", *session.posargs, env=ONE_THREAD)
