@@ -6,7 +6,7 @@
 
 Each rank is in a network namespace of its own. The model has 1.05 M parameters in one bucket or four, and a backward that only
 hands over gradients, so the time is the hook's. Two installations of commhooks take turns if ``--before`` names the Python of
-another one. A block runs some steps of every cell, in random order, and its figure is their median. Ranks begin a step within
+another one. From 5 ms on this installation's hooks are attached with ``link=``. A block runs some steps of every cell, in random order, and its figure is their median. Ranks begin a step within
 a fraction of a millisecond, because this program tells them through pipes. A step lasts from the last rank's begin to the last
 rank's end.
 
@@ -34,17 +34,18 @@ from ch_bench.links.link import Link
 BASE = "torch fp16"
 HOOKS = ["torch allreduce", BASE, "torch PowerSGD rank 4", "bf16_compress", "quant8", "quant4", "powersgd(rank=4)",
          "topk(density=0.01)"]  # fmt: skip
+FAR = 0.005  # seconds of a round trip from which on hooks are told the link
 WARM_UP = 8  # steps: DDP rebuilds its buckets, PyTorch's PowerSGD begins after two, and TCP's windows grow
 STEPS = 3  # of a cell in a block
 Cell = tuple[int, str]  # buckets, hook
 Times = dict[Cell, list[float]]  # seconds of each block
 
 
-def start(python: str, net: netns.Network, folder: Path, name: str) -> Installation:
-    """Start the ranks of a Python environment, each in its namespace."""
+def start(python: str, net: netns.Network, folder: Path, name: str, link: str) -> Installation:
+    """Start the ranks of a Python environment, each in its namespace. ``link`` is for ``attach``, if it is not empty."""
     script, world = str(Path(__file__).with_name("far_rank.py")), str(len(net.names))
     commands = [
-        ["ip", "netns", "exec", space, python, script, str(rank), world, str(folder / name)]
+        ["ip", "netns", "exec", space, python, script, str(rank), world, str(folder / name), link]
         for rank, space in enumerate(net.names)
     ]
     return Installation(commands, {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": netns.IFACE})
@@ -66,8 +67,11 @@ def measure(
         found: list[Times] = [{cell: [] for cell in cells} for _ in pythons]
         running: list[Installation] = []
         try:
+            trip_of_link = link.round_trip or 0.0
+            words = f"{link.rate / 1e6:g}mbit,{trip_of_link * 1e3:g}ms" if link.rate and trip_of_link >= FAR else ""
             for number, python in enumerate(pythons):
-                running.append(start(python, net, Path(folder), f"store{number}"))
+                told = words if python == pythons[-1] else ""  # an older installation may not know link=
+                running.append(start(python, net, Path(folder), f"store{number}", told))
             for cell in cells:
                 for each in running:
                     for _ in range(WARM_UP):

@@ -16,20 +16,20 @@ SHAPES = {str(i): (512, 512) for i in range(4)}  # 1.05 M parameters
 CAPS = {1: 1000.0, 4: 1.0}  # number of buckets -> bucket_cap_mb
 
 
-def model_with(hook: str, buckets: int) -> DistributedDataParallel:
+def model_with(hook: str, buckets: int, link: str) -> DistributedDataParallel:
     """Return a model whose backward only hands over given gradients, with a hook."""
     gradients = random_gradients(SHAPES, torch.float32, torch.device("cpu"))
     model = DistributedDataParallel(ShapesOnly(gradients), bucket_cap_mb=CAPS[buckets], gradient_as_bucket_view=True)
     if hook in LABELS:
         attach_pytorch(model, hook)
     else:
-        commhooks.attach(model, hook)
+        commhooks.attach(model, hook, **({"link": link} if link else {}))
     return model
 
 
 def main() -> None:
     """Answer each ``BUCKETS HOOK`` with the times at which a step of this rank began and ended."""
-    rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    rank, world, store, link = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     torch.set_num_threads(1)
     limit = timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
@@ -39,7 +39,7 @@ def main() -> None:
         words = line.strip()
         buckets, hook = words.split(" ", 1)
         if words not in models:
-            models[words] = model_with(hook, int(buckets))
+            models[words] = model_with(hook, int(buckets), link)
         model = models[words]
         model.zero_grad(set_to_none=False)
         loss = model()
