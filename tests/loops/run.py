@@ -119,7 +119,7 @@ def _ranks(job: Job, processes: int, preload: Sequence[str]) -> list[Ended | Non
     def failed(result: RankResult) -> bool:
         return result.exit_code != 0 or bool(result.value.error)
 
-    with Ranks(work, processes, job, backend=None, preload=[*PRELOAD, *preload]) as ranks:
+    with Ranks(work, processes, job, group=False, preload=[*PRELOAD, *preload]) as ranks:
         results = ranks.wait(LIMIT, failed)
         if ranks.alive():
             results = ranks.wait(GRACE if any(map(_over, results)) else 0.0)

@@ -115,7 +115,9 @@ CASES: list[tuple[Make, Any, dict[str, Any], type[Exception], str]] = [
     *([(two_meshes, "bf16_compress", {}, HookNotSupportedError, "root#0 .*root#1")] if PER_PARAMETER_MESHES else []),
     (on_meta, "bf16_compress", {}, AttachError, "meta device"),
     (
-        lambda: replicate(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))),
+        lambda: replicate(
+            nn.Linear(8, 8), mesh=init_device_mesh(torch.get_default_device().type, (2,), mesh_dim_names=("replicate",))
+        ),
         "bf16_compress",
         {"axis": "shard"},
         HookNotSupportedError,
