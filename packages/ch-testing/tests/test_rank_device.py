@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ch_testing import WorkerError, rank_device, spawn
+from ch_testing import WorkerError, device_modes, rank_device, spawn
 
 pytest_plugins = ["pytester"]
 pytestmark = [pytest.mark.timeout(120), pytest.mark.cpu("tests the switch itself")]
@@ -64,15 +64,15 @@ def order_of_events(rank: int, world: int) -> list[object]:
         mock.patch.object(torch.cuda, "device_count", return_value=1),
         mock.patch.object(torch.accelerator, "set_device_index", lambda index: events.append(("device", index))),
         mock.patch.object(torch, "set_default_device", lambda device: events.append(("default", str(device)))),
-        mock.patch("ch_testing.device_modes.DrawnOnCPU.__enter__", lambda self: events.append("mode")),
+        mock.patch.object(device_modes.DrawnOnCPU, "__enter__") as mode,
     ):
         rank_device.enter("cuda", rank, world)
-    return [os.environ["NCCL_HOSTID"], "NCCL_HOSTID" in os.environ, *events]
+    return [os.environ["NCCL_HOSTID"], *events, mode.call_count]
 
 
 def test_a_rank_takes_its_gpu_and_variables_before_its_group() -> None:
     found = spawn(order_of_events, 2, device="cpu", group=False)
-    assert found == [[f"rank{rank}", True, ("device", 0), ("default", "cuda:0"), "mode"] for rank in range(2)]
+    assert found == [[f"rank{rank}", ("device", 0), ("default", "cuda:0"), 1] for rank in range(2)]
     assert "NCCL_HOSTID" not in os.environ
 
 

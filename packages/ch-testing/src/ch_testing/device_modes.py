@@ -72,9 +72,9 @@ class Imagined(DrawnOnCPU):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         given = [t for t in _tensors((args, kwargs)) if t.device == CPU]
         by_name = [t for t in given if t in self.made_by_name]
-        if name == "__get__" and func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
-            return CPU if by_name else IMAGINED if given else func(*args)
         by_torch = _called_by_torch()
+        if name == "__get__" and func == torch.Tensor.device.__get__:
+            return IMAGINED if given and not (by_name or by_torch) else func(*args)
         if name == "numpy" and not (by_name or by_torch):
             raise RuntimeError("numpy() of a tensor on the default device: call cpu() first")
         shapes = [tuple(t.shape) for t in by_name if t.dim()]  # a CPU scalar may meet any device
@@ -111,7 +111,7 @@ class Imagined(DrawnOnCPU):
 def imagine() -> None:
     """Let this process find tensors on the wrong device until it ends."""
     made_by_name: Any = WeakIdKeyDictionary()
-    Imagined(made_by_name).__enter__()
+    Imagined(made_by_name).__enter__()  # type: ignore[no-untyped-call]
     run_backward = vars(torch.autograd)["_engine_run_backward"]
 
     def entered(*args: Any, **kwargs: Any) -> Any:

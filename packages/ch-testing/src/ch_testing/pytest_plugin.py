@@ -28,8 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the device of all ranks, and declare the mark of tests that stay on the CPU."""
+    """Choose the device of all ranks, and declare the marks."""
     config.addinivalue_line("markers", "cpu(reason): its ranks are for CPU tensors or gloo, whatever --device is")
+    config.addinivalue_line("markers", "nccl: needs an NVIDIA GPU, and runs with --device cuda only")
     rank_device.choose(config.getoption("--device"))
 
 
@@ -41,22 +42,25 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With another device than the CPU, keep only tests that start ranks and that are not marked to stay on the CPU."""
     device = config.getoption("--device")
-    for item in items:
-        if (mark := item.get_closest_marker("cpu")) is not None and not (mark.args and str(mark.args[0]).strip()):
-            raise pytest.UsageError(
-                f"{item.nodeid}: pytest.mark.cpu needs a reason, as in pytest.mark.cpu('tests gloo')"
-            )
-    if device == "cpu":
-        return
     reason = rank_device.missing(device)
     kept = []
     for item in items:
-        if starts_ranks(item) and item.get_closest_marker("cpu") is None:
+        needs_gpu, mark = item.get_closest_marker("nccl") is not None, item.get_closest_marker("cpu")
+        if mark is not None and not (mark.args and str(mark.args[0]).strip()):
+            raise pytest.UsageError(
+                f"{item.nodeid}: pytest.mark.cpu needs a reason, as in pytest.mark.cpu('tests gloo')"
+            )
+        if device == "cpu":
+            kept.append(item)
+            if needs_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU: pytest --device cuda"))
+        elif mark is None and (device == "cuda" if needs_gpu else starts_ranks(item)):
             kept.append(item)
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
 
 
 def starts_ranks(item: pytest.Item) -> bool:

@@ -100,4 +100,4 @@ def enter(device: str, rank: int, world_size: int) -> None:
     os.environ.update(variables)
     torch.accelerator.set_device_index(index)
     torch.set_default_device(torch.device("cuda", index))
-    device_modes.DrawnOnCPU().__enter__()
+    device_modes.DrawnOnCPU().__enter__()  # type: ignore[no-untyped-call]
