@@ -49,29 +49,32 @@ def skips(expression: str) -> bool:
     return any("skips_sync" in commhooks.spec(node["hook"]).capabilities for node in nodes(canonical(expression)))
 
 
-def wrapped() -> DistributedDataParallel:
+def wrapped(device: torch.device) -> DistributedDataParallel:
     torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=device) for _ in range(4)))
     return DistributedDataParallel(net, bucket_cap_mb=1.5 * 4 * WIDTH**2 / 2**20)
 
 
 def gradients(model: DistributedDataParallel, rank: int) -> torch.Tensor:
     """Return the gradients of several steps, ``(steps, numbers)``."""
-    found = []
+    found, device = [], next(model.parameters()).device
     for step in range(STEPS):
         model.zero_grad()
         generator = torch.Generator().manual_seed(100 * step + rank)
-        model(torch.randn(8, WIDTH, generator=generator)).square().mean().backward()
+        model(torch.randn(8, WIDTH, generator=generator).to(device)).square().mean().backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     return torch.stack(found)
 
 
-def body(rank: int, world: int, expressions: list[str]) -> dict[str, tuple[bool, bool, float]]:
+def body(rank: int, world: int, expressions: list[str], alone: bool) -> dict[str, tuple[bool, bool, float]]:
     """Return, by hook: if all ranks have the same bits, if those are plain DDP's, and the distance from them."""
-    exact = gradients(wrapped(), rank)
+    device = torch.get_default_device()
+    if alone:
+        torch.set_default_device("cpu")
+    exact = gradients(wrapped(device), rank)
     rows = {}
     for expression in expressions:
-        model = wrapped()
+        model = wrapped(device)
         handle = commhooks.attach(model, expression)
         found = gradients(model, rank)
         handle.check()
@@ -84,10 +87,12 @@ def body(rank: int, world: int, expressions: list[str]) -> dict[str, tuple[bool,
     return rows
 
 
-def test_every_hook_averages_over_the_ranks() -> None:
+@pytest.mark.parametrize("alone", [False, True], ids=["the rank's default device", "torch's default device"])
+def test_every_hook_averages_over_the_ranks(alone: bool) -> None:
+    """With torch's default device, a tensor of ours that is made without a device lies on the wrong one."""
     expressions = hooks()
     wrong = []
-    for rows in spawn(body, 2, expressions, timeout=220.0):
+    for rows in spawn(body, 2, expressions, alone, timeout=220.0):
         assert rows.keys() == set(expressions)
         for expression, (same, bits, distance) in rows.items():
             limit = allowed(expression)

@@ -104,6 +104,7 @@ def lost(rank: int, world: int) -> tuple[str, float]:
     return "nothing", 0.0
 
 
+@pytest.mark.cpu("over NCCL a lost rank ends the process: its watchdog, not timeout=, applies")
 @pytest.mark.full
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_lost_rank_ends_a_long_gather_in_time(world: int) -> None:

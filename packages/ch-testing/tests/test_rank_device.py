@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ch_testing import WorkerError, device_modes, rank_device, spawn
 
 pytest_plugins = ["pytester"]
-pytestmark = [pytest.mark.timeout(120), pytest.mark.cpu("tests the switch itself")]
+pytestmark = pytest.mark.timeout(120)
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
 
 SUITE = """

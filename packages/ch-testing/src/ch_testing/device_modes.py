@@ -87,7 +87,7 @@ class Imagined(DrawnOnCPU):
         if device is not None:
             on_cpu = device in (CPU, "cpu") and not by_torch
         elif func in _device_constructors():
-            on_cpu = not (self.default or by_torch)
+            on_cpu = not (by_torch or (self.default and torch.get_default_device() == IMAGINED))
         else:
             on_cpu = name == "from_numpy" or (bool(given) and len(by_name) == len(given))
         if name in ("to", "cpu") and found is args[0] and on_cpu != bool(by_name):
@@ -121,6 +121,10 @@ def imagine() -> None:
     torch.autograd._engine_run_backward = entered  # type: ignore[attr-defined]
     for name in COLLECTIVES:
         setattr(dist.ProcessGroup, name, _checked(name, getattr(dist.ProcessGroup, name), made_by_name))
+    # torch.load(map_location=tensor.device) asks for this place by name.
+    torch.serialization.register_package(
+        0, lambda storage: None, lambda storage, at: storage if at == "cpu:0" else None
+    )
     _carry_imagined_tensors()
 
 
@@ -148,9 +152,15 @@ def _carry_imagined_tensors() -> None:
 
 
 def _called_by_torch() -> bool:
-    """True if torch's own code calls. It takes the device of a group, a mesh or a model, which is right on a GPU, too."""
+    """True if torch's own code calls, or gives a device to the function that calls.
+
+    Torch takes the device of a group, a mesh or a model, which is right on a GPU, too.
+    """
     frame: Any = sys._getframe(2)
-    return str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+    code = frame.f_code
+    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    callers = (frame, frame.f_back) if "device" in given else (frame,)
+    return any(str(each.f_globals.get("__name__")).partition(".")[0] == "torch" for each in callers if each)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -306,7 +306,7 @@ def _join_group(order: _Order) -> Callable[[], None]:
 
     torch.set_num_threads(1)  # ranks share the cores
     dist.init_process_group(
-        rank_device.backend(order.device),
+        rank_device.backend(),
         store=FileStore(str(Path(order.folder, "store")), order.world_size),
         rank=order.rank,
         world_size=order.world_size,

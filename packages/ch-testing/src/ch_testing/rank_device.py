@@ -55,9 +55,9 @@ def headline(device: str) -> str:
     )
 
 
-def backend(device: str) -> str:
-    """Return the back end of the default group. NCCL alone refuses CPU tensors, which is part of the test."""
-    return "nccl" if device == "cuda" else "gloo"
+def backend() -> str:
+    """Return the back end of groups. NCCL alone refuses CPU tensors, which is part of the test."""
+    return "nccl" if _chosen == "cuda" else "gloo"
 
 
 def shared_gpu(rank: int) -> dict[str, str]:
@@ -86,6 +86,7 @@ def place(rank: int, world_size: int, gpus: int) -> tuple[int, dict[str, str]]:
 
 def enter(device: str, rank: int, world_size: int) -> None:
     """Make this process a rank on the device. It has no group yet."""
+    choose(device)
     if device == "cpu":
         return
     import torch
