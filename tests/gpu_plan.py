@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,10 +133,8 @@ def run(name: str, part: Part, device: str, out: Path, paths: list[Path]) -> str
         except subprocess.TimeoutExpired:
             status = f"cut after {part.seconds} s"
         finally:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # ranks, too
-            except ProcessLookupError:
-                pass
             process.wait()
     last = (out / f"{name}.txt").read_text(errors="replace").strip().splitlines()[-1:]
     return f"{name}: exit {status}, {time.monotonic() - begun:.0f} s of {part.seconds}: {' '.join(last)}"

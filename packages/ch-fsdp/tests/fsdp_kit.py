@@ -126,7 +126,7 @@ def shard1(model: nn.Module, strategy: Any, **options: Any) -> FullyShardedDataP
         model,
         sharding_strategy=strategy,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=torch.get_default_device(),
+        device_id=torch.device(torch.get_default_device().type),
         **options,
     )
 

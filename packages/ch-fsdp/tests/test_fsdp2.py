@@ -183,7 +183,9 @@ def body_flattened(rank: int, world: int) -> None:
         commhooks.attach(shard2(gpt(), flat), POWERSGD)
     mixed = gpt()
     fully_shard(mixed.blocks[0], mesh=mesh["shard"])
-    fully_shard(mixed, mesh=DeviceMesh.from_group(mesh["shard"].get_group(), "cpu"))  # does not name replicas
+    fully_shard(
+        mixed, mesh=DeviceMesh.from_group(mesh["shard"].get_group(), torch.get_default_device().type)
+    )  # does not name replicas
     with pytest.raises(HookNotSupportedError, match=r"root: none.*blocks.0: 2 ranks.*process_group"):
         commhooks.attach(mixed, POWERSGD)
 

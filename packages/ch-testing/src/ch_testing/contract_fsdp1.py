@@ -89,7 +89,7 @@ def model_of(sharded: bool) -> FullyShardedDataParallel:
         torch.nn.Sequential(layers, torch.nn.Linear(20, 8)),
         auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
         sharding_strategy=strategy,
-        device_id=torch.get_default_device(),
+        device_id=torch.device(torch.get_default_device().type),
         use_orig_params=True,
     )
 

@@ -92,7 +92,7 @@ class Imagined(DrawnOnCPU):
             on_cpu = name == "from_numpy" or (bool(given) and len(by_name) == len(given))
         if name in ("to", "cpu") and found is args[0] and on_cpu != bool(by_name):
             found = found.clone()  # a copy to another device
-        if not name.endswith("_"):
+        if name.startswith("__") or not name.endswith("_"):  # not a method that changes its tensor
             for made in _tensors(found):
                 if on_cpu and not any(made is each for each in given):
                     self.made_by_name[made] = True
@@ -142,8 +142,17 @@ def _checked(name: str, collective: Callable[..., Any], made_by_name: Any) -> Ca
 
 
 def _carry_imagined_tensors() -> None:
-    """Let ch-core believe that gloo carries tensors of the imagined GPU, as NCCL does of a real one."""
+    """Let our packages believe that gloo and FSDP2 use the imagined GPU."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
     import ch_core
+
+    def device(group: Any) -> torch.device:  # torch itself compares it with the parameters, which are on the CPU
+        real: torch.device = vars(group)["device"]
+        return real if _called_by_torch() else IMAGINED
+
+    with_setter = property(device, lambda group, real: vars(group).__setitem__("device", real))
+    FSDPParamGroup.device = with_setter  # type: ignore[assignment]
 
     real = ch_core.device_of_backend
     for module in list(sys.modules.values()):
