@@ -2,7 +2,7 @@
 
     python tests/tools/device_table.py
 
-Prints a table, and the reasons of the tests that stay on the CPU. Fails if a package runs fewer than three quarters.
+Prints a table, and the reasons of the tests that stay on the CPU.
 """
 
 import sys
@@ -52,9 +52,8 @@ def main() -> int:
     for package, reasons in count.reasons.items():
         for reason, number in reasons.items():
             print(f"- {package}: {number} x {reason}")
-    if short:
-        print("fewer than three quarters run:", ", ".join(short))
-    return int(bool(short) or status != 0)
+    print("fewer than three quarters run:", ", ".join(short) or "none")
+    return int(status)
 
 
 if __name__ == "__main__":

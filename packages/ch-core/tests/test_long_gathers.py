@@ -16,7 +16,7 @@ from ch_core.sizes import SIZES
 from ch_core.transport.process_group import ProcessGroupTransport
 from ch_testing import spawn
 
-pytestmark = [pytest.mark.gloo, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(120), pytest.mark.cpu("gloo's long all-gathers are tested")]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.float64, torch.complex64)
 
@@ -104,7 +104,6 @@ def lost(rank: int, world: int) -> tuple[str, float]:
     return "nothing", 0.0
 
 
-@pytest.mark.cpu("over NCCL a lost rank ends the process: its watchdog, not timeout=, applies")
 @pytest.mark.full
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_lost_rank_ends_a_long_gather_in_time(world: int) -> None:

@@ -232,6 +232,7 @@ def gathers_long_parts(rank: int, world: int) -> tuple[int, bool, float]:
     return count, all(same(one) for one in found), distance
 
 
+@pytest.mark.cpu("gloo's long all-gathers are tested")
 def test_long_gathers_inside_a_node_are_broadcasts() -> None:
     """Gloo's all-gather receives into new memory; the part of each rank is broadcast into its place instead."""
     for count, equal, distance in spawn(gathers_long_parts, 4):

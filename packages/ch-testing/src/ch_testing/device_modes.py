@@ -123,7 +123,7 @@ def imagine() -> None:
         setattr(dist.ProcessGroup, name, _checked(name, getattr(dist.ProcessGroup, name), made_by_name))
     # torch.load(map_location=tensor.device) asks for this place by name.
     torch.serialization.register_package(
-        0, lambda storage: None, lambda storage, at: storage if at == "cpu:0" else None
+        5, lambda storage: None, lambda storage, at: storage if at == "cpu:0" else None
     )
     _carry_imagined_tensors()
 
