@@ -130,8 +130,11 @@ def imagine() -> None:
 
 def _checked(name: str, collective: Callable[..., Any], made_by_name: Any) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
+        ours = (
+            args[0] in dist.distributed_c10d._world.pg_map
+        )  # other libraries, such as torchft, choose gloo themselves
         for tensor in _tensors((args[1:], kwargs)):
-            if tensor in made_by_name:
+            if ours and tensor in made_by_name:
                 raise RuntimeError(
                     f"{name}() got a CPU tensor of shape {tuple(tensor.shape)}, which NCCL does not carry. "
                     "Make it without device=, or mark the test with pytest.mark.cpu(reason)"
