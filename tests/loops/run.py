@@ -150,7 +150,7 @@ def _ranks(job: Job, processes: int, preload: Sequence[str]) -> tuple[list[Ended
             return result.rank == job.kill[0]
         return result.exit_code != 0 or bool(result.value.error)
 
-    with Ranks(work, processes, job, backend=None, preload=[*PRELOAD, *preload]) as ranks:
+    with Ranks(work, processes, job, group=False, preload=[*PRELOAD, *preload]) as ranks:
         results = ranks.wait(LIMIT, failed)
         died = [result.rank for result in results if result.exit_code == -signal.SIGKILL]
         if ranks.alive() and not died:

@@ -400,7 +400,7 @@ def refused(rank: int, world: int) -> list[str]:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        model = fully_shard(net(), mesh=init_device_mesh("cpu", (2,)))
+        model = fully_shard(net(), mesh=init_device_mesh(torch.get_default_device().type, (2,)))
         optimizer = torch.optim.SGD(model.parameters())
         loss_of(model, rank, 0)
         del optimizer

@@ -26,7 +26,7 @@ def evaluated(rank: int, world: int) -> tuple[list[float], list[float], list[flo
     """
 
     def run(evaluate: bool) -> tuple[list[float], list[float]]:
-        mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("between", "inside"))
+        mesh = init_device_mesh(torch.get_default_device().type, (1, world), mesh_dim_names=("between", "inside"))
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
         fully_shard(model, mesh=mesh["inside"])
