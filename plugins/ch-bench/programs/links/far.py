@@ -6,9 +6,9 @@
 
 Each rank is in a network namespace of its own. The model has 1.05 M parameters in one bucket or four, and a backward that only
 hands over gradients, so the time is the hook's. Two installations of commhooks take turns if ``--before`` names the Python of
-another one. From 5 ms on this installation's hooks are attached with ``link=``. A block runs some steps of every cell, in random order, and its figure is their median. Ranks begin a step within
-a fraction of a millisecond, because this program tells them through pipes. A step lasts from the last rank's begin to the last
-rank's end.
+another one. From 5 ms on this installation's hooks are attached with ``link=``. A block runs some steps of every cell, in
+random order, and its figure is their median. Ranks begin a step within a fraction of a millisecond, because this program
+tells them through pipes. A step lasts from the last rank's begin to the last rank's end.
 
 Tables have the median of the blocks, and quartiles in brackets. Ratios are formed in each block. A **bold** ratio is a cell in
 which torch's fp16 hook is faster. PyTorch's PowerSGD has one bucket, because it hangs with more.
