@@ -299,7 +299,8 @@ def test_the_environment_costs_nothing_unless_it_asks_for_a_hook(tmp_path: Path)
 
 
 def test_parameters_are_compared_across_ranks(tmp_path: Path) -> None:
-    done = run(tmp_path, "ddp_loop", hook=HOOK, check_ranks_every=2, on_drift="raise")
+    done = run(tmp_path, "ddp_loop", hook=HOOK, check_ranks_every=2, on_drift="raise", link="far")
+    assert done.report["models"][0]["link"] == "200mbit,80ms"
     checks = done.report["models"][0]["rank_checks"]
     assert checks == "parameters compared across ranks 4 times, every 2 steps: equal"
     assert checks in " ".join(done.err.split())

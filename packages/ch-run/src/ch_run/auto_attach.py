@@ -178,6 +178,7 @@ class AutoAttach:
                 hook,
                 # Gradients that the script throws away would stay in residuals. Other hooks work with any optimizer.
                 optimizer=optimizers_of if any(kind != "shared" for kind in fields) else None,
+                link=settings.link or None,
                 single_process=settings.single_process,
                 check_ranks_every=settings.check_ranks_every or None,
                 on_drift="raise" if settings.on_drift == "raise" else "warn",
@@ -190,7 +191,8 @@ class AutoAttach:
                     f"--check-ranks-every compares nothing of {name}: --gather alone attaches no hook to gradients. Give --hook, "
                     "too, such as --hook allreduce. It then compares replicas of one shard, if the model has any"
                 )
-            handle = attach(model, settings.gather, axis="gather", single_process=settings.single_process)
+            link = settings.link or None
+            handle = attach(model, settings.gather, axis="gather", link=link, single_process=settings.single_process)
             made.append(HookedModel(f"{name}, weight gathers", handle))
         return made
 

@@ -27,9 +27,9 @@ INTERPRETER = re.compile(r"python[\d.]*(\.exe)?")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
 EPILOG = """\
 environment: COMMHOOKS_HOOK or COMMHOOKS_OUTER, and COMMHOOKS_GATHER, _REPORT,
-  _STATE, _STATE_EVERY, _MODULE_PATTERN, _SINGLE_PROCESS, _CHECK_RANKS_EVERY,
-  _ON_DRIFT and _TRACE, do the same if a launcher owns the command line. The
-  command sets them for processes that the script starts.
+  _STATE, _STATE_EVERY, _MODULE_PATTERN, _LINK, _SINGLE_PROCESS,
+  _CHECK_RANKS_EVERY, _ON_DRIFT and _TRACE, do the same if a launcher owns
+  the command line. The command sets them for processes that the script starts.
 
 examples:
   torchrun --nproc-per-node 2 -m commhooks run --hook "powersgd(rank=4)" \\

@@ -36,6 +36,7 @@ class Settings:
     state: str = _option("", "DIR", "write the hook's state there; resume it")
     state_every: int = _option(1, "N", "optimizer steps between two snapshots of the state (1)")
     module_pattern: str = _option("*", "GLOB", "class names of the models that get the hook (*)")
+    link: str = _option("", "RATE,TIME", "slowest link between far ranks, e.g. '200mbit,80ms'")
     single_process: bool = _option(False, "", "compress in one process, too")
     check_ranks_every: int = _option(0, "N", "compare the parameters of all ranks every N steps")
     on_drift: str = _option("warn", "", "what to do if they differ (warn)")
@@ -96,6 +97,7 @@ class Settings:
             UnknownHookError, AmbiguousHookError, HookConfigError: as `commhooks.create`, except for options that the hook
                 declares in its code alone.
         """
+        from ch_core import Link  # imports no torch
         from commhooks import REGISTRY  # loads pluggy and every plugin module
 
         if self.hook and self.outer:
@@ -114,6 +116,13 @@ class Settings:
             raise HookConfigError(
                 "--check-ranks-every does not fit --outer: between two rounds the ranks' parameters differ by design, and the "
                 "outer optimizer itself compares them at its start. Leave it out"
+            )
+        if self.link:
+            Link.parse(self.link)
+        if self.outer and self.link:
+            raise HookConfigError(
+                f"--link {self.link} does not fit --outer, which exchanges once in many steps: give overlap= instead, as in "
+                "--outer 'streaming(every=30, overlap=3)'"
             )
         if self.outer:
             REGISTRY.outer(self.outer, declared_only=True)
