@@ -329,7 +329,7 @@ class SilentGroup:
         ranks_per_node: ranks of each node, if hooks with two levels use the group.
     """
 
-    rank, free, elastic = 0, False, False
+    rank, free, elastic, link = 0, False, False, None
 
     def __init__(
         self, gpu: ImaginedGPU, world_size: int = 2, stream: str = COLLECTIVES, ranks_per_node: int | None = None
