@@ -55,7 +55,7 @@ class Held:
 class Peers:
     """A transport of two ranks, of which the other one sends the same numbers. It reads a message when it starts."""
 
-    rank, world_size, free, elastic = 0, 2, True, False
+    rank, world_size, free, elastic, link = 0, 2, True, False, None
 
     def __init__(self) -> None:
         self.works: list[Held] = []
