@@ -214,7 +214,7 @@ def recommend(alone: float, predictions: Sequence[Prediction]) -> tuple[str, tup
     )
     if chosen is not best:
         reasons.append(f"{best.hook} is as fast within {ALIKE:.0%} and has a larger error")
-    loss = _recorded_loss(chosen.hook)
+    loss = recorded_loss(chosen.hook)
     reasons.append(f"It changes the gradients. Recorded cost in loss: {loss}" if loss else "It changes the gradients")
     reasons.append("Compare the loss on your own model, not only the step time, before you keep it")
     return chosen.hook, tuple(reasons)
@@ -228,7 +228,7 @@ def choose(predictions: Sequence[Prediction]) -> tuple[Prediction, Prediction, P
     return min(near, key=lambda one: (one.lossy, -one.sent)), exact, best  # more bytes mean less error
 
 
-def _recorded_loss(hook: str) -> str:
+def recorded_loss(hook: str) -> str:
     """Return the cost in loss that the outermost hook of an expression declares, or an empty string."""
     if " / " in hook:
         return ""

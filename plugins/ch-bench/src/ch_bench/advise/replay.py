@@ -182,7 +182,7 @@ class _Rank:
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """Messages of one group of ranks, in order. Two travel at a time, because gloo has two threads for each group."""
+    """Messages of one group of ranks, in order. As many travel at a time as the network has lanes."""
 
     network: Network
     members: tuple[int, ...]
@@ -193,12 +193,12 @@ class _Queue:
 
     @property
     def active(self) -> list[_Transfer]:
-        return self.started[:2]
+        return self.started[: self.network.lanes]
 
     @property
     def speed(self) -> float:
         """Speed of each message, relative to a message alone."""
-        return 1.0 if len(self.started) < 2 else 1.0 / self.network.together
+        return 1.0 if len(self.active) < 2 else 1.0 / self.network.together
 
     @property
     def load(self) -> float:
