@@ -147,7 +147,7 @@ def whole_suite(session: nox.Session, marks: str, workers: int, tools: Iterable[
 def tests(session: nox.Session) -> None:
     """Run the quick set: every package, every hook on real processes, a kill, a framework, the docs' code blocks."""
     # Every worker collects all tests, which takes 10 s of a core.
-    whole_suite(session, "not soak and not nccl and not full and not campaign", workers=3)
+    whole_suite(session, "not soak and not full and not campaign", workers=3)
 
 
 @nox.session(name="tests-full")
@@ -155,33 +155,37 @@ def tests_full(session: nox.Session) -> None:
     """Run the tests that the quick set leaves out, or of N one with `COMMHOOKS_DRAW=N`: two hours for all of them."""
     whole_suite(
         session,
-        "(full or campaign) and not soak and not nccl",
+        "(full or campaign) and not soak",
         workers=4,
         tools=[*FRAMEWORKS, TRITON],
     )
 
 
 def package_tests(name: str) -> None:
-    """Define `tests-NAME(gloo)` and `tests-NAME(nccl)`."""
+    """Define `tests-NAME(gloo)`, `tests-NAME(nccl)`, and `tests-NAME(imagined)`, which looks for CPU tensors made by name."""
 
     @nox.session(name=f"tests-{name}", tags=["packages"])
-    @nox.parametrize(
-        "backend", [nox.param("gloo", id="gloo", tags=["gloo"]), nox.param("nccl", id="nccl", tags=["nccl"])]
-    )
+    @nox.parametrize("backend", [nox.param(name, id=name, tags=[name]) for name in ("gloo", "nccl", "imagined")])
     def run(session: nox.Session, backend: str) -> None:
-        """Test one package with its declared dependencies only, on one backend."""
+        """Test one package with its declared dependencies only, on one backend. Only `gloo` runs tests without ranks."""
         if backend == "nccl" and (reason := gpu()):
             session.skip(reason)
         if not (PROJECTS[name] / "tests").is_dir():
             session.skip(f"{name} has no tests yet")
         if session.virtualenv.is_sandboxed:  # not with nox --no-venv, on a GPU machine without a network
             install(session, name, tools=TEST_TOOLS, backend=backend, testing=True)
-        if backend == "nccl":
-            tests_of = str(PROJECTS[name] / "tests")
-            ok = [0, 5]  # 5: no test of this package needs a GPU
-            session.run("python", "-m", "pytest", tests_of, "-m", "nccl", *session.posargs, success_codes=ok)
+        if backend == "gloo":
+            pytest(session, "-m", "not soak", names=[name])
         else:
-            pytest(session, "-m", "not nccl and not soak", names=[name])
+            words = [
+                str(PROJECTS[name] / "tests"),
+                "--device",
+                {"nccl": "cuda"}.get(backend, backend),
+                "-m",
+                "not soak",
+            ]
+            ok = [0, 5]  # 5: no test of this package starts ranks
+            session.run("python", "-m", "pytest", *words, *session.posargs, env=ONE_THREAD, success_codes=ok)
 
 
 for each in PROJECTS:
@@ -233,7 +237,7 @@ def orders(session: nox.Session) -> None:
 
 @nox.session
 def loops(session: nox.Session) -> None:
-    """Train forty ordinary scripts in every way, and print a table: 15 minutes. `-- --seed N --draw K`, `-- --only NAME`."""
+    """Train 41 ordinary scripts in every way, and print a table: 15 minutes. `-- --seed N --draw K`, `-- --only NAME`."""
     install(session, *PROJECTS, tools=[*FRAMEWORKS, "peft>=0.15", "schedulefree>=1.4", "torchao>=0.15"])
     session.run("python", "-m", "tests.loops", *session.posargs, env=ONE_THREAD)
 
@@ -353,19 +357,6 @@ def release(session: nox.Session) -> None:
         session.log(f"{name}: its README's example and its commands run")
 
 
-@nox.session(name="gpu-kit")
-def gpu_kit(session: nox.Session) -> None:
-    """Build dist/gpu-kit for a GPU machine without a network. Start it there by `python run.py --out FOLDER`."""
-    session.install("build>=1.2", "hatchling>=1.25")
-    folder = ROOT / "dist" / "gpu-kit"
-    shutil.rmtree(folder, ignore_errors=True)
-    for name, path in PROJECTS.items():
-        if name != "ch-template":
-            session.run("python", "-m", "build", "-q", "--no-isolation", "--wheel", "--outdir", str(folder), str(path))
-    shutil.copy(PROJECTS["ch-bench"] / "src" / "ch_bench" / "gpu_kit" / "run.py", folder)
-    session.log(f"copy {folder} to the GPU machine and run: python run.py --out record")
-
-
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small GPT on real text over two gloo processes, once per hook. `-- --help` shows the flags."""
@@ -386,19 +377,19 @@ def ft_versions(session: nox.Session, version: str) -> None:
     """Run all tests of ch-ft with the released torchft and the pinned nightly."""
     install(session, *PROJECTS, tools=[*TEST_TOOLS, version, "parameterized"])
     own = [] if chosen_paths(session) else [str(PROJECTS["ch-ft"] / "tests")]
-    session.run("python", "-m", "pytest", *own, "-m", "not nccl and not soak", *session.posargs, env=ONE_THREAD)
+    session.run("python", "-m", "pytest", *own, "-m", "not soak", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Compare the cost of hooks with PyTorch's, interleaved step by step. `-- --link 1gbit` shapes a link (needs root)."""
+    """Compare the cost of hooks with PyTorch's, interleaved step by step. `-- --link 200mbit,80ms` shapes a link (root)."""
     install(session, *PROJECTS, tools=["matplotlib>=3.8"])
     session.run("python", "-m", "commhooks", "bench", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def race(session: nox.Session) -> None:
-    """Race hooks and outer optimizers to all-reduce's loss. `-- --link 50mbit,200mbit,1gbit` (needs root)."""
+    """Race hooks and outer optimizers to all-reduce's loss. `-- --link 50mbit,80ms,1gbit` (needs root)."""
     install(session, *PROJECTS, tools=["matplotlib>=3.8"])
     with session.chdir(PROJECTS["ch-bench"]):
         session.run("python", "-m", "programs.outer.race", *session.posargs, env=ONE_THREAD)

@@ -177,6 +177,7 @@ class ExplorerTransport:
     """The transport of one rank."""
 
     elastic = False
+    link = None
 
     def __init__(self, run: "Run", me: Rank, *, free: bool) -> None:
         self.run, self.me, self.free = run, me, free

@@ -44,7 +44,7 @@ def quick() -> dict[str, list[Scenario]]:
         "no fault": [
             Scenario(reduction, tuning=tuning, free=free, **three)
             for reduction in (*STAGES, "uneven")
-            for tuning, free in (("off", False), ("held", False), ("tuned", True))
+            for tuning, free in (("off", False), ("held", False), ("far", True), ("tuned", True))
         ],
         "drives": [Scenario("feedback", drive=drive, late=late) for drive in DRIVES for late in (False, True)],
         "DDP's driver": [
@@ -81,7 +81,14 @@ def full() -> dict[str, list[Scenario]]:
             for reduction in (*STAGES, "uneven")
             for drive, late in ways
             for callback in (False, True)
-            for tuning, free in (("off", False), ("off", True), ("held", False), ("tuned", False), ("tuned", True))
+            for tuning, free in (
+                ("off", False),
+                ("off", True),
+                ("held", False),
+                ("far", True),
+                ("tuned", False),
+                ("tuned", True),
+            )
             if not late or tuning == "off"
         ],
         "a reduction raises": [

@@ -18,6 +18,7 @@ from ch_core.engine import messages as messages_module
 from ch_core.engine import outcome as outcome_module
 from ch_core.engine.engine import Engine
 from ch_core.engine.schedule import CpuTuning
+from ch_core.link import Link
 from ch_ddp.adapter.driver import DDPDriver
 from commhooks import (
     AllGather,
@@ -309,6 +310,7 @@ TUNINGS = {
     "off": CpuTuning.off,
     "tuned": CpuTuning,
     "held": lambda: replace(CpuTuning.off(), deferred_share=1.0, coalesced_bytes=2.0 * 4 * NUMEL),
+    "far": lambda: CpuTuning.over(Link.parse("far")),
     "halved": lambda: replace(CpuTuning.off(), halved_from=2.0 * NUMEL),  # not the status
 }
 

@@ -19,7 +19,7 @@ The data of all seeds are equal, so three seeds of some loops differ by one perc
 than plain averaging does. That costs a run of 64 steps more than one percent, and a flipped residual costs more than a hundred.
 """
 
-REFUSALS = {"exact": 3, "feedback": 6, "attach": 6, "outer": 12}
+REFUSALS = {"exact": 3, "feedback": 6, "attach": 6, "outer": 12, "resumed": 3}
 """The largest number of loops that may be refused, by way."""
 
 WAYS = tuple(REFUSALS)
@@ -36,6 +36,7 @@ class Loop:
         worlds: ranks of its launches, one after another.
         forks: True if the script starts its ranks itself.
         scaler: True if `attach` gets the GradScaler of the script, too.
+        saves: True if the script saves checkpoints. It is then also killed, started again, and has to end with equal bits.
         outer: the largest loss with an outer optimizer, as a multiple of the largest plain loss; None for the common bound.
     """
 
@@ -45,6 +46,7 @@ class Loop:
     worlds: tuple[int, ...] = (2,)
     forks: bool = False
     scaler: bool = False
+    saves: bool = False
     outer: float | None = None
 
     @property
@@ -54,7 +56,7 @@ class Loop:
     def expression(self, way: str) -> str:
         """Return the expression of the hook or outer optimizer."""
         outer = f"diloco(every={EVERY}, exchange=quant4, rate=1.0, momentum=0.0, steps={self.steps})"
-        return {"exact": EXACT, "feedback": FEEDBACK, "attach": FEEDBACK, "outer": outer}[way]
+        return {"exact": EXACT, "outer": outer}.get(way, FEEDBACK)
 
     def limit(self, way: str, plain: list[float]) -> float:
         """Return the largest legal loss.
@@ -70,44 +72,45 @@ class Loop:
 
 
 LOOPS = (
-    Loop("plain"),
-    Loop("accumulate_no_sync"),
+    Loop("plain", saves=True),
+    Loop("accumulate_no_sync", saves=True),
     Loop("accumulate_flag"),
-    Loop("grad_scaler", scaler=True),
-    Loop("clip_norm", steps=96),
-    Loop("gan_frozen_d"),
-    Loop("gan_one_module"),
-    Loop("actor_critic", steps=300),
-    Loop("distillation"),
-    Loop("ema_deepcopy"),
-    Loop("ema_averaged_model"),
-    Loop("ema_copy_restore"),
-    Loop("swa"),
-    Loop("sam"),
+    Loop("grad_scaler", scaler=True, saves=True),
+    Loop("clip_norm", steps=96, saves=True),
+    Loop("gan_frozen_d", saves=True),
+    Loop("gan_one_module", saves=True),
+    Loop("actor_critic", steps=300, saves=True),
+    Loop("distillation", saves=True),
+    Loop("ema_deepcopy", saves=True),
+    Loop("ema_averaged_model", steps=96, saves=True),
+    Loop("ema_copy_restore", saves=True),
+    Loop("swa", saves=True),
+    Loop("sam", saves=True),
     Loop("grad_cache"),
     Loop("gradient_penalty"),
-    Loop("lora_checkpointing", steps=96),
-    Loop("freeze_thaw", steps=96),
-    Loop("freeze_unused", steps=96),
-    Loop("two_optimizers"),
+    Loop("lora_checkpointing", steps=96, saves=True),
+    Loop("freeze_thaw", steps=96, saves=True),
+    Loop("freeze_unused", steps=96, saves=True),
+    Loop("two_optimizers", saves=True),
     Loop("optimizer_in_backward"),
     Loop("muon"),
     Loop("muon_torch"),
-    Loop("zero_redundancy"),
-    Loop("schedule_free", needs=("schedulefree",)),
+    Loop("zero_redundancy", saves=True),
+    Loop("schedule_free", needs=("schedulefree",), saves=True),
     Loop("master_weights"),
-    Loop("masked_weights"),
-    Loop("eval_saves"),
-    Loop("best_model"),
+    Loop("masked_weights", saves=True),
+    Loop("eval_saves", saves=True),
+    Loop("best_model", saves=True),
     Loop("forked_ranks", forks=True),
     Loop("two_models"),
-    Loop("compiled"),
+    Loop("compiled", saves=True),
     Loop("fsdp2"),
-    Loop("replicate"),
-    Loop("elastic", steps=96, worlds=(2, 1, 2)),
-    Loop("lightning_trainer", needs=("lightning",)),
-    Loop("hf_trainer", needs=("transformers", "accelerate")),
-    Loop("accelerate_loop", needs=("accelerate",)),
-    Loop("peft_lora", steps=96, needs=("peft",)),
+    Loop("fsdp2_replicas", worlds=(4,), saves=True),
+    Loop("replicate", saves=True),
+    Loop("elastic", steps=96, worlds=(2, 1, 2), saves=True),
+    Loop("lightning_trainer", needs=("lightning",), saves=True),
+    Loop("hf_trainer", needs=("transformers", "accelerate"), saves=True),
+    Loop("accelerate_loop", needs=("accelerate",), saves=True),
+    Loop("peft_lora", steps=96, needs=("peft",), saves=True),
     Loop("torchao_qat", needs=("torchao",)),
 )

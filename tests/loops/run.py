@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -45,6 +46,7 @@ class Result:
         attached: number of models to which the runner has attached a hook.
         output: what each rank has printed.
         seconds: of all launches.
+        survived: True if the rank that was to die has not died.
     """
 
     ends: list[Ended | None]
@@ -53,6 +55,7 @@ class Result:
     attached: int
     output: list[str]
     seconds: float
+    survived: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,23 +86,46 @@ def missing(loop: Loop) -> list[str]:
     return [name for name in loop.needs if importlib.util.find_spec(name) is None]
 
 
-def launch(loop: Loop, way: str, seed: int = 0, *, flipped: bool = False, preload: Sequence[str] = ()) -> Result:
-    """Run all launches of a loop in one way. A launch that fails is the last one."""
+def launch(
+    loop: Loop,
+    way: str,
+    seed: int = 0,
+    *,
+    flipped: bool = False,
+    preload: Sequence[str] = (),
+    kill: tuple[int, int, str] | None = None,
+    state: bool = True,
+) -> Result:
+    """Run all launches of a loop in one way. A launch that fails is the last one.
+
+    Args:
+        loop: the loop.
+        way: a way of the table, or "plain".
+        seed: of the script.
+        flipped: True to plant residuals with the wrong sign.
+        preload: modules for the server of the ranks.
+        kill: see :class:`.worker.Job`. The launch in which a rank dies comes first, and is started again.
+        state: False to keep no state where the launches of the way would.
+    """
     import torch.distributed as dist
 
     begun = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="loops-"))
+    folder, survived = Path(tempfile.mkdtemp(prefix="loops-")), kill is not None
     try:
-        for world in loop.worlds:
+        launches = [(world, None) for world in loop.worlds]
+        for world, dies in [*([(loop.worlds[0], kill)] if kill else []), *launches]:
             for old in [*folder.glob("result-*"), *folder.glob("report*")]:
                 old.unlink()
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
             expression = "" if way == "plain" else loop.expression(way)
-            several = len(loop.worlds) > 1 and way not in ("plain", "attach")
-            options = {"forks": loop.forks, "scaler": loop.scaler, "state": several, "flipped": flipped}
-            job = Job(str(loop.path), way, expression, seed, str(folder), store.port, **options)
-            ends = _ranks(job, 1 if loop.forks else world, preload)
-            if any(end is None or end.error for end in ends):
+            several = way == "resumed" or (len(loop.worlds) > 1 and way not in ("plain", "attach"))
+            options = {"forks": loop.forks, "scaler": loop.scaler, "state": state and several, "flipped": flipped}
+            job = Job(str(loop.path), way, expression, seed, str(folder), store.port, kill=dies, **options)
+            ends, died = _ranks(job, 1 if loop.forks else world, preload)
+            if dies and dies[0] in died:
+                survived = False
+                continue
+            if survived or any(end is None or end.error for end in ends):
                 break
         values = [json.loads(path.read_text()) for path in sorted(folder.glob("result-*.json"))]
         report = folder / "report.json"
@@ -110,20 +136,26 @@ def launch(loop: Loop, way: str, seed: int = 0, *, flipped: bool = False, preloa
             len(list(folder.glob("attached-*"))),
             [path.read_text() for path in sorted(folder.glob("output-*"))],
             time.monotonic() - begun,
+            survived,
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _ranks(job: Job, processes: int, preload: Sequence[str]) -> list[Ended | None]:
+def _ranks(job: Job, processes: int, preload: Sequence[str]) -> tuple[list[Ended | None], list[int]]:
+    """Return the ends of the ranks, and the ranks that killed themselves."""
+
     def failed(result: RankResult) -> bool:
+        if job.kill is not None:  # peers of the rank that dies may fail, and end, before its end is known
+            return result.rank == job.kill[0]
         return result.exit_code != 0 or bool(result.value.error)
 
-    with Ranks(work, processes, job, backend=None, preload=[*PRELOAD, *preload]) as ranks:
+    with Ranks(work, processes, job, group=False, preload=[*PRELOAD, *preload]) as ranks:
         results = ranks.wait(LIMIT, failed)
-        if ranks.alive():
+        died = [result.rank for result in results if result.exit_code == -signal.SIGKILL]
+        if ranks.alive() and not died:
             results = ranks.wait(GRACE if any(map(_over, results)) else 0.0)
-        return [result.value if _over(result) and result.exit_code == 0 else None for result in results]
+        return [result.value if _over(result) and result.exit_code == 0 else None for result in results], died
 
 
 def _over(result: RankResult) -> bool:
@@ -132,6 +164,8 @@ def _over(result: RankResult) -> bool:
 
 def judge(loop: Loop, way: str, got: Result, plain: Sequence[Result]) -> Verdict:
     """Return the judgement of a result, from the results of plain runs with three seeds."""
+    if got.survived:
+        return Verdict("RED", "the rank that was to die has not died")
     ended = [end for end in got.ends if end is not None]
     errors = [end for end in ended if end.error]
     if errors:
@@ -144,10 +178,9 @@ def judge(loop: Loop, way: str, got: Result, plain: Sequence[Result]) -> Verdict
     if way != "plain" and (not_used := _not_used(way, got)):
         kept = got.report is not None and bool(got.report["not_used"]) and got.values == first
         return Verdict("refused" if kept else "RED", not_used, loss)
-    if way == "exact":
-        return Verdict(
-            "right" if got.values == first else "RED", f"not plain DDP's bits: {got.values} != {first}", loss
-        )
+    if way in ("exact", "resumed"):
+        bits = "plain DDP's bits" if way == "exact" else "the bits of the run that was not killed"
+        return Verdict("right" if got.values == first else "RED", f"not {bits}: {got.values} != {first}", loss)
     if len({value["parameters"] for value in got.values}) > 1:
         return Verdict("RED", f"the ranks end with different parameters; {_notes(got)}", loss)
     if way == "outer" and any(end.sent for end in ended):
@@ -189,7 +222,7 @@ def _not_used(way: str, got: Result) -> str:
         return f"no model got the hook: {_notes(got)}"
     if way == "outer":
         return "" if any(model.get("stats", {}).get("rounds_done") for model in models) else "no round was made"
-    if way == "feedback" and not any(model.get("stats", {}).get("compressed_steps") for model in models):
+    if way in ("feedback", "resumed") and not any(model.get("stats", {}).get("compressed_steps") for model in models):
         return "no step was compressed"
     return ""
 
@@ -209,8 +242,26 @@ def _tail(got: Result) -> str:
     )
 
 
-def run(loop: Loop, ways: Iterable[str], *, flipped: bool = False, preload: Sequence[str] = ()) -> Row:
-    """Run a loop plain with three seeds, then in some ways."""
+def resumed(loop: Loop, whole: Result, seed: int, *, preload: Sequence[str] = (), state: bool = True) -> Verdict:
+    """Kill a run of a loop in a step that a seed draws, start it again, and compare it with a run to the end.
+
+    Args:
+        loop: a loop that saves checkpoints.
+        whole: the result of the run with the same hook that was not killed.
+        seed: of the step, the rank and the moment.
+        preload: as in :func:`launch`.
+        state: False to plant a defect: the second run then finds no state.
+    """
+    draw = random.Random(f"{seed} {loop.name}")
+    steps = whole.ends[0].steps if whole.ends[0] is not None else 1
+    kill = (draw.randrange(loop.worlds[0]), draw.randint(1, max(1, steps)), draw.choice(("before", "after")))
+    found = judge(loop, "resumed", launch(loop, "resumed", preload=preload, kill=kill, state=state), [whole])
+    where = f"rank {kill[0]} died {kill[2]} step {kill[1]} of {steps}"
+    return Verdict(found.state, f"{where}; {found.text}", found.loss)
+
+
+def run(loop: Loop, ways: Iterable[str], *, seed: int = 0, flipped: bool = False, preload: Sequence[str] = ()) -> Row:
+    """Run a loop plain with three seeds, then in some ways. Another seed draws the step in which a rank dies."""
     row, begun = Row(loop), time.monotonic()
     if names := missing(loop):
         row.note = f"skipped, because {', '.join(names)} is not installed"
@@ -222,8 +273,15 @@ def run(loop: Loop, ways: Iterable[str], *, flipped: bool = False, preload: Sequ
             row.note = f"the plain run with seed {seed} failed: {verdict.text}"
             return row
     row.plain = [result.values[0]["loss"] for result in plain]
+    whole = None
     for way in ways:
-        row.verdicts[way] = judge(loop, way, launch(loop, way, flipped=flipped, preload=preload), plain)
+        if way != "resumed":
+            got = launch(loop, way, flipped=flipped, preload=preload)
+            whole = got if way == "feedback" else whole
+            row.verdicts[way] = judge(loop, way, got, plain)
+        elif loop.saves:
+            whole = whole or launch(loop, "feedback", preload=preload)
+            row.verdicts[way] = resumed(loop, whole, seed, preload=preload)
     row.seconds = time.monotonic() - begun
     return row
 
@@ -262,12 +320,14 @@ def drawn(seed: int, count: int) -> list[Loop]:
     return [loop for loop in LOOPS if loop in chosen]
 
 
-def run_all(loops: Sequence[Loop], ways: Sequence[str], *, flipped: bool = False, jobs: int = 1) -> list[Row]:
+def run_all(
+    loops: Sequence[Loop], ways: Sequence[str], *, seed: int = 0, flipped: bool = False, jobs: int = 1
+) -> list[Row]:
     """Run loops, some at a time, and print each row when it is complete."""
     preload = [LIBRARIES[name] for name in LIBRARIES for loop in loops if name in loop.needs and not missing(loop)]
 
     def one(loop: Loop) -> Row:
-        row = run(loop, ways, flipped=flipped, preload=[*dict.fromkeys(preload)])
+        row = run(loop, ways, seed=seed, flipped=flipped, preload=[*dict.fromkeys(preload)])
         cells = ", ".join(f"{way} {verdict}" for way, verdict in row.verdicts.items())
         print(f"{loop.name}: {row.note or cells} ({row.seconds:.0f} s)", flush=True)
         for way, verdict in row.verdicts.items():
@@ -282,7 +342,7 @@ def run_all(loops: Sequence[Loop], ways: Sequence[str], *, flipped: bool = False
 def main() -> int:
     """Return exit code 1 if any result is wrong; with `--flipped`, if any row with error feedback is not red."""
     parser = argparse.ArgumentParser(prog="loops", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="seed of --draw (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --draw and of the steps in which ranks die (0)")
     parser.add_argument("--draw", type=int, help="run that many loops, drawn by the seed")
     parser.add_argument("--only", action="append", help="run this loop alone (may be repeated)")
     parser.add_argument("--way", action="append", choices=WAYS, help="run in this way alone (may be repeated)")
@@ -294,10 +354,10 @@ def main() -> int:
     loops = drawn(options.seed, options.draw) if options.draw else list(LOOPS)
     loops = [loop for loop in loops if not options.only or loop.name in options.only]
     begun = time.monotonic()
-    rows = run_all(loops, ways, flipped=options.flipped, jobs=options.jobs)
+    rows = run_all(loops, ways, seed=options.seed, flipped=options.flipped, jobs=options.jobs)
     found = unseen(rows) if options.flipped else wrong(rows)
     head = f"{len(rows)} loops, plain with seeds {', '.join(map(str, SEEDS))}, the others with {SEEDS[0]}"
-    head += f"; drawn by --seed {options.seed}" if options.draw else ""
+    head += f"; ranks die by --seed {options.seed}" + ", which has drawn the loops" * bool(options.draw)
     text = f"{head}. {time.monotonic() - begun:.0f} s.\n\n{table(rows, ways)}\n\nWrong: {len(found)}\n"
     text += "".join(f"- {sentence}\n" for sentence in found)
     print(text)

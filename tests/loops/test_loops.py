@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests.loops.bounds import LOOPS, WAYS
-from tests.loops.run import drawn, judge, launch, run_all, table, unseen, wrong
+from tests.loops.run import drawn, judge, launch, resumed, run_all, table, unseen, wrong
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(300)]
 
@@ -18,6 +18,14 @@ def test_a_plain_loop_has_ddps_bits_with_an_exact_hook_and_other_bits_are_red() 
     hooked = launch(PLAIN, "exact")
     assert judge(PLAIN, "exact", hooked, [plain]).state == "right"
     assert judge(PLAIN, "exact", hooked, [other]).state == "RED"
+
+
+@pytest.mark.full
+def test_a_loop_that_is_killed_ends_with_the_same_bits_and_a_lost_state_is_seen() -> None:
+    whole = launch(PLAIN, "feedback")
+    assert resumed(PLAIN, whole, seed=1).state == "right"
+    lost = resumed(PLAIN, whole, seed=1, state=False)
+    assert lost.state == "RED" and "not the bits of the run that was not killed" in lost.text
 
 
 @pytest.mark.full

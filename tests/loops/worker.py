@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class Job:
 
     Attributes:
         script: its path.
-        way: "plain", "exact", "feedback", "attach" or "outer".
+        way: "plain", or one of :data:`.bounds.WAYS`.
         expression: of the hook or outer optimizer.
         seed: of the script.
         folder: of the results.
@@ -32,6 +33,7 @@ class Job:
         scaler: True to give `attach` the script's GradScaler.
         state: True to give `commhooks run` a folder for the state.
         flipped: True to read every residual with the wrong sign.
+        kill: rank that dies, the optimizer step in which it dies, and "before" or "after" the parameters change.
         patience: seconds after which the stacks of all threads are written.
     """
 
@@ -45,6 +47,7 @@ class Job:
     scaler: bool = False
     state: bool = False
     flipped: bool = False
+    kill: tuple[int, int, str] | None = None
     patience: float = 200.0
 
 
@@ -70,13 +73,18 @@ class Ended:
 
 
 class _Steps:
-    """Counts the steps of all torch optimizers of this process, and the collectives that they start in them."""
+    """Counts the steps of all torch optimizers of this process, and the collectives that they start in them.
 
-    def __init__(self) -> None:
+    Args:
+        last: the step in which this process dies, and the moment; None if it lives.
+    """
+
+    def __init__(self, last: tuple[int, str] | None = None) -> None:
         import torch.distributed as dist
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self.count, self.sent, self._inside, self._params = 0, 0, False, dict[int, Any]()
+        self._last = last
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._stepped)
         for name in ("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast", "reduce_scatter_tensor"):
@@ -90,10 +98,16 @@ class _Steps:
 
         return counted
 
+    def _die(self, moment: str) -> None:
+        if self._last == (self.count + 1, moment):
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def _begins(self, optimizer: Any, args: object, kwargs: object) -> None:
+        self._die("before")
         self._inside = True
 
     def _stepped(self, optimizer: Any, args: object, kwargs: object) -> None:
+        self._die("after")
         self.count, self._inside = self.count + 1, False
         self._params.update((id(p), p) for group in optimizer.param_groups for p in group["params"])
 
@@ -121,7 +135,7 @@ def work(rank: int, world_size: int, job: Job) -> Ended:
     import torch
 
     torch.set_num_threads(1)
-    steps = _Steps()
+    steps = _Steps(job.kill[1:] if job.kill is not None and job.kill[0] == rank else None)
     if job.flipped:
         flip_residuals()
     try:
@@ -166,7 +180,7 @@ def _set_environment(rank: int, world_size: int, job: Job) -> None:
 
 
 def _run(job: Job) -> None:
-    if job.way in ("exact", "feedback", "outer"):
+    if job.way in ("exact", "feedback", "outer", "resumed"):
         from commhooks.cli import main
 
         option = "--outer" if job.way == "outer" else "--hook"

@@ -18,7 +18,7 @@ from ch_testing import SimulatedRanks, spawn
 from commhooks import Bucket, BucketLayout, HookState
 
 from . import reference as ref
-from .hooks import ATTACH, BY_EXPR, REDUCER, REGISTER, Row
+from .hooks import ATTACH, BY_EXPR, FAR, LINK, REDUCER, REGISTER, Row
 from .models import Gradients, Shape, buckets, draw, wrapped
 from .plants import PLANTS
 
@@ -130,7 +130,7 @@ def _rank(rank: int, world: int, cases: Sequence[Case], simulated: bool, plant: 
         outcome.seconds = time.process_time() - begun
     for number, (done, outcome) in enumerate(zip(runs, outcomes, strict=True)):
         row = done.case.row
-        comparable = row.equal and not row.drawn and (world == 2 or row.in_rank_order)
+        comparable = row.equal and not row.drawn and (world == 2 or (row.in_rank_order and done.case.way != FAR))
         if simulated and comparable and number % world == rank:
             outcome.wrong += _simulated(done)
     return outcomes
@@ -183,8 +183,8 @@ def attached(row: Row, way: str, world: int, shapes: Sequence[Shape]) -> Attache
     model = wrapped(shapes)
     state: object
     close = _nothing
-    if way == ATTACH:
-        handle = commhooks.attach(model, row.expression(world))
+    if way in (ATTACH, FAR):
+        handle = commhooks.attach(model, row.expression(world), link=LINK if way == FAR else None)
         state, close = handle.hook_state, handle.detach
     else:
         assert way == REGISTER
@@ -321,7 +321,7 @@ class _Run:
             gradients = torch.cat([self.gradients.stacked(step, *piece) for piece in pieces], 1)
             before = of({**zeros, **earlier}) if not earlier.keys().isdisjoint(numbers) else None
             shared = {field: q.double() for field, q in self._shared.get(numbers[0], {}).items()}
-            answer = method(ref.Part(params, gradients, before, shared, step, begin))
+            answer = method(ref.Part(params, gradients, before, shared, step, begin, whole=self.case.way == FAR))
             applied = of(dict(enumerate(found)))
             self._check(
                 answer, applied, gradients, before, of({**zeros, **later}) if state is not None else None, checks

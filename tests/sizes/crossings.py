@@ -13,7 +13,11 @@ from .cases import Case, Message
 from .hooks import ATTACH, REDUCER, REGISTER, VARIANTS
 from .models import OBJECTS, Shape
 
-NO_SIZE = {"ch_core.engine.schedule.spin_seconds": "a time", "ch_core.engine.schedule.cuts": "off or on"}
+NO_SIZE = {
+    "ch_core.engine.schedule.spin_seconds": "a time",
+    "ch_core.engine.schedule.cuts": "off or on",
+    "ch_core.engine.schedule.link": "a rate and a time",
+}
 BY_TEST = {
     "ch_core.sizes.digest_row_words": "test_a_digest_sees_every_bit_around_its_rows",
     "ch_core.sizes.digest_rows": "test_a_digest_sees_every_bit_around_its_rows",

@@ -14,7 +14,8 @@ from ch_sparse.sizes import SIZES
 from . import reference as ref
 
 BF16, FP16 = torch.bfloat16, torch.float16
-ATTACH, REGISTER, REDUCER = WAYS = ("attach", "register", "reducer")
+ATTACH, REGISTER, REDUCER, FAR = WAYS = ("attach", "register", "reducer", "attach far")
+LINK = "1gbit,10s"  # on which every message is sent whole
 WORLDS = (2, 3, 4)
 Function = tuple[Callable[..., object], object]
 """A hook of PyTorch's signature, and its state."""
@@ -99,7 +100,7 @@ ROWS = (
         "post_local_sgd(start_iter=2, subgroup_size=PART)",
         lambda world: ref.Alone(2, part(world)),
         lambda world: (ch_ddp.post_localSGD_hook, ch_ddp.PostLocalSGDState(None, None, 2, subgroup_size=part(world))),
-        ways=(ATTACH, REGISTER),
+        ways=(ATTACH, REGISTER, FAR),
         equal=False,
     ),
     _row("quant8", ref.Blocks(8), (ch_quant.quant8_hook, None), in_rank_order=True),

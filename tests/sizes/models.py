@@ -54,8 +54,8 @@ class Shape:
 
 def constants() -> list[int]:
     """Return every size constant of the packages that a parameter can have as its number of elements."""
-    values = {getattr(one, field.name) for one in OBJECTS for field in fields(one)}
-    return sorted(int(value) for value in values if 16 <= value <= 1 << 22)
+    values = [getattr(one, field.name) for one in OBJECTS for field in fields(one)]
+    return sorted({int(value) for value in values if value is not None and 16 <= value <= 1 << 22})
 
 
 def draw(rng: random.Random, size: str) -> list[Shape]:

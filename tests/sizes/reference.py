@@ -69,6 +69,8 @@ TOLERANCES: dict[str, Callable[[int], Tolerance]] = {
     # by one step, and by what the other scale changes, which is no more than the first. A mean of a few levels has few bits, so
     # it often lies exactly between two levels, or a seventh of it between two scales: `Answer.others`.
     "blocks": lambda world: Tolerance(2.0, 2.0**-18, 2.0**-13 * (world + 1), 256),
+    # One rounding. The average is a sum of numbers of up to 127 steps, which fp32 rounds W times to a 2**-24th.
+    "blocks, once": lambda world: Tolerance(2.0, world * 2.0**-17, 2.0**-13 * (world + 1), 256),
     # The rotation back rounds numbers of up to some steps in fp32. It may join all errors of a block in one number.
     "blocks, rotated": lambda world: Tolerance(4.0, 2.0**-16, 2.0**-12 * (world + 1), 256),
     # Random rounding errs by less than a step, at both stages.
@@ -131,6 +133,7 @@ class Part:
         shared: fields that are equal on all ranks, of the first parameter.
         step: number of committed steps before this one.
         start: first element, if the numbers are a slice of one parameter.
+        whole: True if ranks are so far apart that each sends its whole message to all others.
     """
 
     params: tuple[Param, ...]
@@ -139,6 +142,7 @@ class Part:
     shared: Mapping[str, torch.Tensor]
     step: int
     start: int = 0
+    whole: bool = False
 
     @property
     def param(self) -> Param:
@@ -147,6 +151,11 @@ class Part:
     @property
     def world(self) -> int:
         return len(self.gradients)
+
+    @property
+    def stages(self) -> int:
+        """Number of exchanges of quantized blocks. Two ranks send as many bytes in one as in two."""
+        return 1 if self.whole or self.world <= 2 else 2
 
     def owed(self, decay: float = 1.0) -> torch.Tensor:
         """Return gradients plus residuals."""
@@ -321,7 +330,7 @@ class Policy(Method):
 
 @dataclass(frozen=True)
 class Blocks(Method):
-    """Two stages of quantized blocks, as ZeRO++'s qgZ (arXiv:2306.10209): ``C(mean(C(p_i)))``.
+    """Quantized blocks in two stages, as ZeRO++'s qgZ (arXiv:2306.10209): ``C(mean(C(p_i)))``; ``mean(C(p_i))`` of two ranks.
 
     With feedback, ``p = g + e / 4`` and each rank keeps ``e + g - C(p)``. The rank that rounds a part of the mean for all
     keeps W times that error, too (arXiv:2407.04480). The reference does not know which rank that is.
@@ -352,9 +361,14 @@ class Blocks(Method):
             last = 2 ** (self.bits - 1) - 1
             first = _reach(p, self.block).mean(0) / last * 1.02
             second = _reach(p, self.block).mean(0) / last * 1.02 + first / last * 1.02
-            return Answer(p.mean(0)[:n], (first + second)[:n], "blocks, random")
+            return Answer(p.mean(0)[:n], (first + second)[:n] if part.stages > 1 else first[:n], "blocks, random")
         sent, first, *_ = self._coded(p)
         mean = sent.mean(0, keepdim=True)
+        if part.stages == 1:
+            name = "blocks, rotated" if self.rotated else "blocks, once"
+            answer = Answer(mean[0, :n], first.mean(0)[:n], name, turn=_hadamard(self.block) if self.rotated else None)
+            kept = e + g - sent
+            return answer if not self.feedback else self._with_kept(answer, part, g + e, (kept,), first)
         coded, second, level, tie = self._coded(mean)
         others = [tie]
         for nudge in (1.0 - 2.0**-21, 1.0 + 2.0**-21):
@@ -371,14 +385,21 @@ class Blocks(Method):
             return answer
         kept = e + g - sent
         owner = kept + part.world * (mean - coded)
-        reach = _reach(torch.maximum(kept.abs(), owner.abs()), self.block).mean(0)
+        every = (kept, owner, *(owner - part.world * other for other in others))
+        return self._with_kept(answer, part, g + e, every, first + part.world * second)
+
+    def _with_kept(
+        self, answer: Answer, part: Part, owed: torch.Tensor, kept: tuple[torch.Tensor, ...], unit: torch.Tensor
+    ) -> Answer:
+        n = part.gradients.shape[1]
+        largest = torch.stack([one.abs() for one in kept[:2]]).amax(0)
         return replace(
             answer,
-            owed=(g + e)[:, :n],
-            kept=tuple(one[:, :n] for one in (kept, owner, *(owner - part.world * other for other in others))),
-            kept_unit=(first + part.world * second)[:, :n],
+            owed=owed[:, :n],
+            kept=tuple(one[:, :n] for one in kept),
+            kept_unit=unit[:, :n],
             kept_tolerance="kept, packed blocks" if self.packed else "kept, blocks",
-            forgotten=reach[:n] / 120.0 if self.packed else NONE,
+            forgotten=_reach(largest, self.block).mean(0)[:n] / 120.0 if self.packed else NONE,
         )
 
     def _coded(self, x: torch.Tensor, nudge: float = 1.0) -> tuple[torch.Tensor, ...]:

@@ -22,7 +22,7 @@ from tests.sizes.__main__ import drawn
 from tests.sizes.cases import Case, Outcome, run
 from tests.sizes.crossings import BY_TEST, NO_SIZE, Crossing, crossings, names
 from tests.sizes.drift import drifting
-from tests.sizes.hooks import ATTACH, REDUCER, REGISTER, ROWS
+from tests.sizes.hooks import ATTACH, FAR, REDUCER, REGISTER, ROWS
 from tests.sizes.models import MODELS, OBJECTS, Shape
 from tests.sizes.plants import PLANTS
 
@@ -81,6 +81,8 @@ QUICK = (
     ("topk", REDUCER),
     ("error_feedback(bf16_compress)", REGISTER),
     ("two_level(quant4, nodes=NODES)", ATTACH),
+    ("quant4(error_feedback=True)", FAR),
+    ("powersgd(rank=4)", FAR),
 )
 
 

@@ -10,12 +10,12 @@ nothing, so the time is the hook's. Run it on an idle machine.
 import argparse
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 HOOKS = [
     "noop",
@@ -84,43 +84,18 @@ def work(rank: int, store: str) -> None:
         print(median(seconds), flush=True)
 
 
-class Installation:
-    """Two processes of one Python environment that time hooks on request."""
+def start(python: str, folder: Path) -> Any:
+    """Start the ranks of a Python environment."""
+    from ch_bench.installation import Installation  # not at the top: an installation to compare may be older than it
 
-    def __init__(self, python: str, folder: Path) -> None:
-        store = str(folder / Path(python).parent.parent.as_posix().replace("/", "_"))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.processes = [
-            subprocess.Popen(
-                [python, __file__, "--rank", str(rank), "--store", store],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
-            for rank in range(RANKS)
-        ]
-        self.answers()
+    store = str(folder / Path(python).parent.parent.as_posix().replace("/", "_"))
+    commands = [[python, __file__, "--rank", str(rank), "--store", store] for rank in range(RANKS)]
+    return Installation(commands, {**os.environ, "OMP_NUM_THREADS": "1"})
 
-    def answers(self) -> list[str]:
-        """Return one line of each rank."""
-        lines = [process.stdout.readline().strip() for process in self.processes if process.stdout]
-        if not all(lines):
-            raise SystemExit("a rank ended; its error stands above")
-        return lines
 
-    def seconds(self, hook: str, repeats: int) -> float:
-        """Return the slower rank's median seconds of a backward pass."""
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{repeats} {hook}\n")
-            process.stdin.flush()
-        return max(map(float, self.answers()))
-
-    def close(self) -> None:
-        """End both processes."""
-        for process in self.processes:
-            process.kill()
+def seconds(installation: Any, hook: str, repeats: int) -> float:
+    """Return the slower rank's median seconds of a backward pass."""
+    return max(map(float, installation.ask(f"{repeats} {hook}")))
 
 
 def main() -> None:
@@ -138,14 +113,14 @@ def main() -> None:
         return work(options.rank, options.store)
     order = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
-        both = [Installation(python, Path(folder)) for python in (options.before, options.after)]
+        both = [start(python, Path(folder)) for python in (options.before, options.after)]
         for hook in options.hooks:
             for each in both:
-                each.seconds(hook, 6)  # DDP rebuilds its buckets after the first step; some hooks compress later
+                seconds(each, hook, 6)  # DDP rebuilds its buckets after the first step; some hooks compress later
         pairs: dict[str, list[tuple[float, float]]] = {hook: [] for hook in options.hooks}
         for _ in range(options.blocks):
             for hook in order.sample(options.hooks, len(options.hooks)):
-                times = {each: each.seconds(hook, 3) for each in order.sample(both, 2)}
+                times = {each: seconds(each, hook, 3) for each in order.sample(both, 2)}
                 pairs[hook].append((times[both[0]], times[both[1]]))
         for each in both:
             each.close()

@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD, PAGE = ROOT / "docs" / "measured" / "versions.json", ROOT / "docs" / "versions.md"
-MARKS = "not soak and not nccl and not packaging and not campaign"
+MARKS = "not soak and not packaging and not campaign"
 LIMIT = 3600.0  # seconds per suite
 EXAMPLES = "docstring examples"
 NO_TEST = 5  # pytest's exit code

@@ -690,3 +690,15 @@ def test_on_sent_that_raises_without_a_step_raises_at_once() -> None:
             StatelessEngine().run(Tells(), Bucket.from_tensors({"w": torch.ones(4)}), rank.transport)
 
     simulate(2, body)
+
+
+def test_an_error_between_steps_keeps_the_step_before() -> None:
+    def body(rank: SimulatedRank) -> list[int]:
+        engine = rank.engine(Plain())
+        engine.submit(Bucket.from_tensors({"w": torch.ones(2)}))
+        assert engine.finish() is None
+        assert engine.finish(outside=ValueError("bad batch")) is not None
+        engine.resolve_step()
+        return [engine.state.step]
+
+    assert simulate(2, body) == [[1], [1]]

@@ -16,7 +16,7 @@ from ch_core.sizes import SIZES
 from ch_core.transport.process_group import ProcessGroupTransport
 from ch_testing import spawn
 
-pytestmark = [pytest.mark.gloo, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(120), pytest.mark.cpu("gloo's long all-gathers are tested")]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.float64, torch.complex64)
 

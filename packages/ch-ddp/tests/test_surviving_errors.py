@@ -1,5 +1,8 @@
 """DDP survives the backward after any error during the handover of a bucket."""
 
+import os
+import signal
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from ch_testing import spawn
+from ch_testing import Ranks, spawn
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.gloo]
 
@@ -35,3 +38,21 @@ def errors(rank: int, world: int) -> list[str]:
 def test_an_error_that_is_not_ours_is_raised_after_the_backward() -> None:
     expected = ["averaged", "NotImplementedError: this work has no future", "averaged"]
     assert spawn(errors, 2) == [expected, expected]
+
+
+def dies(rank: int, world: int) -> None:
+    model = DistributedDataParallel(nn.Linear(40, 40))
+    commhooks.attach(model, "bf16_compress")
+    for step in range(3):
+        if (rank, step) == (1, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.ones(2, 40)).sum().backward()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.nccl
+def test_over_nccl_a_lost_rank_ends_the_others_after_the_time_out_of_the_group() -> None:
+    with Ranks(dies, 2, group_timeout=5.0) as ranks:
+        survivor, victim = ranks.wait(60.0)
+    assert victim.exit_code == -signal.SIGKILL
+    assert survivor.exit_code not in (None, 0)

@@ -337,5 +337,6 @@ def over_another_backend(rank: int, world: int) -> bool:
     return all(torch.equal(step(model, rank, i), step(plain, rank, i)) for i in range(3))
 
 
+@pytest.mark.cpu("its back end carries CPU tensors")
 def test_a_backend_with_all_reduce_only() -> None:
     assert spawn(over_another_backend, 2) == [True, True]

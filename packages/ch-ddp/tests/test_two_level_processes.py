@@ -194,6 +194,7 @@ def dies(rank: int, world: int, level: str) -> tuple[str, float]:
     return "nothing", 0.0
 
 
+@pytest.mark.cpu("over NCCL a lost rank ends the process: its watchdog, not timeout=, applies")
 @pytest.mark.parametrize("level", ["node", "peers"])
 def test_a_rank_killed_at_a_level_ends_every_rank_in_time(level: str) -> None:
     found = spawn(dies, 4, level, expect_exit={3: -signal.SIGKILL})
@@ -231,6 +232,7 @@ def gathers_long_parts(rank: int, world: int) -> tuple[int, bool, float]:
     return count, all(same(one) for one in found), distance
 
 
+@pytest.mark.cpu("gloo's long all-gathers are tested")
 def test_long_gathers_inside_a_node_are_broadcasts() -> None:
     """Gloo's all-gather receives into new memory; the part of each rank is broadcast into its place instead."""
     for count, equal, distance in spawn(gathers_long_parts, 4):
@@ -257,6 +259,7 @@ def lost_in_a_long_gather(rank: int, world: int) -> tuple[str, float]:
     return "nothing", 0.0
 
 
+@pytest.mark.cpu("over NCCL a lost rank ends the process: its watchdog, not timeout=, applies")
 def test_a_rank_killed_before_a_long_gather_ends_every_rank_in_time() -> None:
     found = spawn(lost_in_a_long_gather, 4, expect_exit={3: -signal.SIGKILL})
     assert {kind for kind, _ in found[:3]} <= {"TransportError", "HookTimeoutError", "RemoteHookError"}

@@ -110,11 +110,11 @@ def shard2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> FSDPModule:
 
 
 def line(size: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (size,))
+    return init_device_mesh(torch.get_default_device().type, (size,))
 
 
 def square() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def shard1(model: nn.Module, strategy: Any, **options: Any) -> FullyShardedDataParallel:
@@ -126,7 +126,7 @@ def shard1(model: nn.Module, strategy: Any, **options: Any) -> FullyShardedDataP
         model,
         sharding_strategy=strategy,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=torch.device("cpu"),
+        device_id=torch.device(torch.get_default_device().type),
         **options,
     )
 

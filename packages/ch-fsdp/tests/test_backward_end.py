@@ -34,7 +34,9 @@ class Towers(nn.Module):
 
 
 def mesh() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))["shard"]
+    return init_device_mesh(
+        torch.get_default_device().type, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")
+    )["shard"]
 
 
 def sharded(model: Any, *parts: nn.Module, **options: Any) -> Any:

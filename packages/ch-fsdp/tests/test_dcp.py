@@ -24,7 +24,7 @@ POWERSGD = "powersgd(rank=2, min_compression_rate=1)"
 
 
 def plane(replicas: int, shards: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(torch.get_default_device().type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def built(mesh: DeviceMesh) -> tuple[Any, torch.optim.Optimizer, CommHook]:
@@ -147,7 +147,7 @@ def body_refused(rank: int, world: int, folder: str) -> None:
     with pytest.raises(StateError, match="not in the process group that saves"):
         dcp.save(handle, folder + "/part", process_group=mesh["replicate"].get_group())
 
-    stages = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "replicate", "shard"))
+    stages = init_device_mesh(torch.get_default_device().type, (2, 2, 1), mesh_dim_names=("pp", "replicate", "shard"))
     stage = stages.get_local_rank("pp")
     torch.manual_seed(stage)
     part = fully_shard(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), mesh=stages["shard"])

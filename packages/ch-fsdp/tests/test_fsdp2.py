@@ -139,7 +139,7 @@ def test_a_compiled_model_is_unwrapped() -> None:
 
 def body_stages(rank: int, world: int) -> None:
     """Check that two pipeline stages of the same shapes exchange nothing."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("pp", "shard"))
     model = shard2(gpt(seed=mesh.get_local_rank("pp")), mesh["shard"])
     before = [p.to_local().clone() for p in model.parameters()]
     for what in ("allreduce", "bf16_compress", POWERSGD):
@@ -153,13 +153,13 @@ def body_stages(rank: int, world: int) -> None:
 
 def body_declared(rank: int, world: int) -> None:
     """Check that the mesh decides which ranks are replicas, also with pipeline stages."""
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp_replicate", "shard"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2, 1), mesh_dim_names=("pp", "dp_replicate", "shard"))
     stage, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp_replicate")
     model = shard2(gpt(seed=10 * stage + replica), mesh["shard"])
     handle = commhooks.attach(model, POWERSGD)
     assert handle.binding.group.size() == 2
     assert torch.equal(flat_params(model), flat_params(shard2(gpt(seed=10 * stage), mesh["shard"])))
-    alone = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "replicate", "shard"))
+    alone = init_device_mesh(torch.get_default_device().type, (2, 1, 2), mesh_dim_names=("pp", "replicate", "shard"))
     handle = commhooks.attach(shard2(gpt(), alone["shard"]), "allreduce")  # one replica of each stage
     assert "shard_rounds" in handle.stats()
     assert "replicate_rounds" not in handle.stats()
@@ -183,7 +183,9 @@ def body_flattened(rank: int, world: int) -> None:
         commhooks.attach(shard2(gpt(), flat), POWERSGD)
     mixed = gpt()
     fully_shard(mixed.blocks[0], mesh=mesh["shard"])
-    fully_shard(mixed, mesh=DeviceMesh.from_group(mesh["shard"].get_group(), "cpu"))  # does not name replicas
+    fully_shard(
+        mixed, mesh=DeviceMesh.from_group(mesh["shard"].get_group(), torch.get_default_device().type)
+    )  # does not name replicas
     with pytest.raises(HookNotSupportedError, match=r"root: none.*blocks.0: 2 ranks.*process_group"):
         commhooks.attach(mixed, POWERSGD)
 
@@ -199,7 +201,9 @@ def body_after_evaluation(rank: int, world: int, shards: int) -> list[float]:
     """A forward without a backward leaves the root gathered. Attach must still make replicas with unequal weights
     equal.
     """
-    mesh = init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (world // shards, shards), mesh_dim_names=("replicate", "shard")
+    )
     replica = mesh.get_local_rank("replicate")
     model = shard2(gpt(seed=replica), mesh["shard"])
     with torch.no_grad():
@@ -242,7 +246,7 @@ def tensor_parallel(mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 def body_drift(rank: int, world: int) -> None:
     """Check that parameters that all tensor-parallel ranks share stay the same and have one name."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
     model = tensor_parallel(mesh)
     handle = commhooks.attach(model, "powersgd(rank=2)")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -387,7 +391,7 @@ class OwnExpert(nn.Module):
 
 
 def body_ignored(rank: int, world: int) -> None:
-    replicas = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    replicas = init_device_mesh(torch.get_default_device().type, (world, 1), mesh_dim_names=("replicate", "shard"))
     for hook, mesh, axis in (
         ("quant4(error_feedback=True)", replicas, "replicate"),
         ("bf16_compress", line(world), "shard"),
@@ -430,7 +434,9 @@ def body_frozen(rank: int, world: int) -> None:
         (world, ("allreduce", "quant4(error_feedback=True)", POWERSGD, "warmup(powersgd(rank=2), steps=1)")),
         (1, ("bf16_compress", "quant4(error_feedback=True)")),
     ):
-        mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            torch.get_default_device().type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard")
+        )
         for hook in hooks:
             model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
             for part in model:

@@ -258,7 +258,7 @@ class Pair(nn.Module):
 
 
 def body_tensor_parallel(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(Pair(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     model = fully_shard(model, mesh=mesh["dp"])
     commhooks.attach(model, HOOK, axis="gather")
@@ -409,7 +409,7 @@ def on_two_meshes(world: int) -> FSDPModule:
     """One block on all ranks, the other and the rest on pairs, as experts and dense layers of an MoE."""
     model = gpt()
     fully_shard(model.blocks[0], mesh=line(world))
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, world // 2), mesh_dim_names=("replicate", "shard"))
     fully_shard(model.blocks[1], mesh=mesh)
     return fully_shard(model, mesh=mesh)
 

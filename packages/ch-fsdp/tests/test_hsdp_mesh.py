@@ -197,7 +197,9 @@ def test_compressed_between_the_replicas() -> None:
 
 def body_tensor_parallel(rank: int, world: int) -> None:
     """With tensor parallelism the parameters have three mesh dimensions. One of them has the replicas."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("outer", "inner", "tp"))  # no name marks replicas
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 1, 2), mesh_dim_names=("outer", "inner", "tp")
+    )  # no name marks replicas
 
     def made() -> Any:
         torch.manual_seed(0)

@@ -62,7 +62,7 @@ def on_meta() -> Any:
 def two_meshes() -> Any:
     """Parameter groups over different process groups in one module, as expert parallelism makes them."""
     mesh, info = line(2), partial(_fsdp_common.FSDPMeshInfo, shard_mesh_dim=0)
-    own, base = info(DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")), info(mesh)
+    own, base = info(DeviceMesh.from_group(dist.new_group([0, 1]), torch.get_default_device().type)), info(mesh)
 
     def place(p: nn.Parameter) -> Any:
         return _fsdp_common.ShardPlacementResult(Shard(0), own if p.ndim == 1 else base)
@@ -115,7 +115,9 @@ CASES: list[tuple[Make, Any, dict[str, Any], type[Exception], str]] = [
     *([(two_meshes, "bf16_compress", {}, HookNotSupportedError, "root#0 .*root#1")] if PER_PARAMETER_MESHES else []),
     (on_meta, "bf16_compress", {}, AttachError, "meta device"),
     (
-        lambda: replicate(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))),
+        lambda: replicate(
+            nn.Linear(8, 8), mesh=init_device_mesh(torch.get_default_device().type, (2,), mesh_dim_names=("replicate",))
+        ),
         "bf16_compress",
         {"axis": "shard"},
         HookNotSupportedError,
@@ -159,7 +161,7 @@ def body_disagreement(rank: int, world: int) -> None:
 def body_uneven(rank: int, world: int) -> None:
     """Shard meshes of two ranks and of one rank."""
     pair, alone, across, other = (dist.new_group(ranks) for ranks in ([0, 1], [2], [0, 2], [1]))
-    mesh = DeviceMesh.from_group(pair if rank < 2 else alone, "cpu")
+    mesh = DeviceMesh.from_group(pair if rank < 2 else alone, torch.get_default_device().type)
     with pytest.raises(HookNotSupportedError, match="has no dimension called 'replicate'"):
         commhooks.attach(shard2(gpt(), mesh), POWERSGD)
     with pytest.raises(RankMismatchError, match=r"shard: |received along"):

@@ -123,7 +123,7 @@ def test_trains_as_one_process_does(group: str) -> None:
 
 def body_same_generator(rank: int, world: int) -> tuple[float, float]:
     """Compare PowerSGD on two replicas of an unsharded FSDP2 model with PowerSGD on DDP."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
     fsdp = shard2(gpt(), mesh["shard"])
     ddp = DistributedDataParallel(gpt(), bucket_cap_mb=0.001)
     there, here = commhooks.attach(ddp, POWERSGD), commhooks.attach(fsdp, POWERSGD)
@@ -189,7 +189,9 @@ def body_resume(rank: int, world: int) -> None:
     assert torch.equal(straight_grads, third_grads)
 
     # Loading the state under another sharding raises an error that names it.
-    other = shard2(gpt(), init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))["shard"])
+    other = shard2(
+        gpt(), init_device_mesh(torch.get_default_device().type, (4, 1), mesh_dim_names=("replicate", "shard"))["shard"]
+    )
     with pytest.raises(StateError, match=rf"\[{rank % 2}/2\]' is not in the model"):
         commhooks.attach(other, POWERSGD).load_state_dict(saved["hook"])
     # If one rank refuses the state, no rank and no shard loads it.
@@ -274,7 +276,7 @@ def body_unused(rank: int, world: int) -> None:
     # torch 2.10 lacks the option, so the hook refuses a short shard
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return
-    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(torch.get_default_device().type, (world, 1), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(Twins(), mesh=mesh["shard"])
     commhooks.attach(model, "allreduce")
     x = torch.arange(16.0).view(2, 8) + rank
@@ -345,7 +347,7 @@ class MinusZero(commhooks.Reduction):
 def body_negative_zeros(rank: int, world: int) -> None:
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return
-    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(torch.get_default_device().type, (world, 1), mesh_dim_names=("replicate", "shard"))
     model = Twins()
     for part in (model.a, model.b):
         fully_shard(part, mesh=mesh["shard"])
@@ -375,7 +377,9 @@ def plain() -> nn.Sequential:
 
 
 def sharded() -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")
+    )
     model = plain()
     for part in model:
         fully_shard(part, mesh=mesh["shard"])
@@ -463,7 +467,7 @@ class Halves(nn.Module):
 
 def body_two_handles(rank: int, world: int) -> None:
     """Run two handles over the same replicas, with a different order of groups on each rank."""
-    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))["shard"]
+    mesh = init_device_mesh(torch.get_default_device().type, (world, 1), mesh_dim_names=("replicate", "shard"))["shard"]
     ways = (((0, 1), (1, 0)), ((0, 1), (0,)), ((1,), (0,)))  # by step, then rank
     for paths in (ways, ways[::-1]):
         model = Halves()

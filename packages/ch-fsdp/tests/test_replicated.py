@@ -21,7 +21,10 @@ POWERSGD = "powersgd(rank=2, min_compression_rate=1)"
 
 
 def replicated(like: nn.Module | None = None) -> Any:
-    mesh, model = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",)), gpt()
+    mesh, model = (
+        init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),), mesh_dim_names=("replicate",)),
+        gpt(),
+    )
     for block in model.blocks:
         replicate(block, mesh=mesh)
     replicate(model, mesh=mesh)

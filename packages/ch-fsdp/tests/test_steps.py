@@ -47,7 +47,7 @@ def data(step: int, rank: int) -> torch.Tensor:
 
 
 def replicas(world: int) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(torch.get_default_device().type, (world, 1), mesh_dim_names=("replicate", "shard"))
     return {"mesh": mesh["shard"], "group": mesh["replicate"].get_group()}
 
 

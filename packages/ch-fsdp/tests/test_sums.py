@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.gloo]
 
 
 def built(replicas: int, shards: int, factor: float | None) -> tuple[Any, CommHook]:
-    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(torch.get_default_device().type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
     model = shard2(gpt(), mesh)
     for module in model.modules():
         if factor is not None and isinstance(module, FSDPModule):

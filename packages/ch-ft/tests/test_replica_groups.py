@@ -2,11 +2,13 @@
 between the groups.
 """
 
+import gc
 import os
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -444,3 +446,19 @@ def test_without_ch_ft_the_error_names_the_package() -> None:
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=55, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_dropped_model_is_freed_while_its_manager_lives() -> None:
+    def dropped(manager: SimulatedManager) -> list[weakref.ref[Any]]:
+        model = sharded(net())
+        handle = commhooks.attach(model, POWERSGD, manager=manager)
+        manager.start_quorum()
+        model(batch("a", 0)).sum().backward()
+        assert manager.should_commit()
+        return [weakref.ref(part) for part in (model, handle)]
+
+    with SimulatedCluster() as cluster:
+        manager = cluster.join("a")
+        found = dropped(manager)
+        gc.collect()
+        assert [part() for part in found] == [None, None]

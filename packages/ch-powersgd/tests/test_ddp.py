@@ -247,3 +247,51 @@ def body_rebuilt(rank: int, world: int) -> bool:
 
 def test_a_new_wrapper_with_other_buckets_changes_nothing() -> None:
     assert all(spawn(body_rebuilt, 2))
+
+
+class SharedMuon(torch.optim.SGD):
+    """Stands for public Muons that step some groups by Adam."""
+
+
+def refused_under_muon(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Return the errors of hooks and optimizers, and the words "changed" and "averaged" for a refusal that came too late."""
+    found: dict[str, list[str]] = {}
+
+    def attempt(name: str, hook: Any, make: Any, given: Any) -> None:
+        model = DistributedDataParallel(nn.Linear(64, 64))
+        optimizers = make(model)
+        before, said = model.module.weight.detach().clone(), found.setdefault(name, [])
+        try:
+            handle = commhooks.attach(model, hook, optimizer=given(optimizers))
+            said.append("attached")
+            model(torch.ones(2, 64)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            handle.detach()
+        except commhooks.HookNotSupportedError as error:
+            said.append(str(error))
+        said += ["changed"] * (not torch.equal(before, model.module.weight))
+
+    def both(model: DistributedDataParallel) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Muon([model.module.weight], lr=0.1), torch.optim.Adam([model.module.bias])]
+
+    def groups(model: DistributedDataParallel) -> list[torch.optim.Optimizer]:
+        return [SharedMuon([{"params": [p], "use_muon": p.ndim < 2} for p in model.parameters()], lr=0.1)]
+
+    attempt("given", "powersgd(rank=4)", both, lambda optimizers: optimizers[0])
+    attempt("found", "powersgd(rank=4)", both, lambda optimizers: lambda params: optimizers)
+    attempt("first step", "warmup(powersgd(rank=4), steps=9)", both, lambda optimizers: optimizers[1])
+    attempt("half", "powersgd(rank=32, min_compression_rate=0.5)", both, lambda optimizers: optimizers[0])
+    attempt("policy", {"*.weight": "bf16_compress", "*": "powersgd"}, both, lambda optimizers: optimizers[0])
+    attempt("by Adam", "powersgd(rank=4)", groups, lambda optimizers: optimizers[0])
+    return found
+
+
+def test_a_low_rank_is_refused_under_muon_before_a_parameter_changes() -> None:
+    for found in spawn(refused_under_muon, 2):
+        assert "most of each step would be lost" in found["given"][0] and len(found["given"]) == 1
+        assert found["found"] == found["given"]
+        assert found["first step"][0] == "attached" and "Muon gives all singular values" in found["first step"][1]
+        assert len(found["first step"]) == 2
+        for name in ("half", "policy", "by Adam"):
+            assert found[name] == ["attached", "changed"]

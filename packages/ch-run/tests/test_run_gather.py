@@ -35,7 +35,7 @@ def begin(hook: str, gather: str, **options: Any) -> None:
 def sharded(world: int) -> Any:
     from torch.distributed.fsdp import fully_shard  # after watch(), which replaces it
 
-    return fully_shard(net(), mesh=init_device_mesh("cpu", (world,)))
+    return fully_shard(net(), mesh=init_device_mesh(torch.get_default_device().type, (world,)))
 
 
 def train(model: torch.nn.Module) -> None:

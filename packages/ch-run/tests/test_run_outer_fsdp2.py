@@ -141,7 +141,7 @@ def make_by_hand(text: str, group: dist.ProcessGroup, made: list[Any], optim: Op
 
 def bits(rank: int, world: int, names: list[str]) -> dict[str, str]:
     wrong = {}
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=NAMES)
     for name in names:
         script, text = CASES[name]
         text = expression(text)
@@ -173,7 +173,7 @@ def test_an_unchanged_script_has_the_bits_of_an_outer_optimizer_between_replicas
 def between_rounds(rank: int, world: int, declared: bool) -> tuple[list[bool], int]:
     """Return if all ranks hold one model after each step, and the bytes that went between replicas."""
     watching("diloco(every=3, steps=5)")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh["shard"] if declared else mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     same = []
@@ -222,9 +222,11 @@ def refused(rank: int, world: int) -> list[str]:
         commhooks.attach(model, "quant8")
         return model
 
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 1), mesh_dim_names=NAMES)
     found = [
-        attempt(lambda: sharded(init_device_mesh("cpu", (2,))), "has none: all ranks hold parts"),
+        attempt(
+            lambda: sharded(init_device_mesh(torch.get_default_device().type, (2,))), "has none: all ranks hold parts"
+        ),
         attempt(own_hook, "hook of the script's own, which stays"),
         attempt(attached, "quant8 between replicas"),
     ]

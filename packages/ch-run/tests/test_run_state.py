@@ -269,3 +269,63 @@ def test_a_new_start_in_an_old_folder_is_new(tmp_path: Path) -> None:
     (resumed, again, names), _ = spawn(trained, 2, str(tmp_path), 2, 0, timeout=120)
     assert resumed == 0.0 and again == before
     assert {int(name.split("-")[1]) for name in names} == {0, 1, 2}
+
+
+def clamped(rank: int, world: int, folder: str) -> list[float]:
+    """Train two steps, clamp the parameters, and save them. Return the residual, and that of a resume from this checkpoint."""
+    found = []
+    torch.manual_seed(0)
+    for begins in (True, False):
+        model = DistributedDataParallel(torch.nn.Linear(48, 48))
+        if not begins:
+            model.module.load_state_dict(torch.load(f"{folder}/clamped", weights_only=True))
+        handle = commhooks.attach(model, HOOK)
+        snapshots = StateFolder(Path(folder, "1-Linear"), HookKept(handle), 1)
+        snapshots.resume()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2 * begins):
+            optimizer.zero_grad()
+            model(torch.randn(8, 48)).square().mean().backward()
+            optimizer.step()
+        for p in model.parameters():
+            p.data.clamp_(-0.1, 0.1)
+        if begins and rank == 0:
+            torch.save(model.module.state_dict(), f"{folder}/clamped")
+        dist.barrier()
+        found.append(_residual(handle))
+        snapshots.end()
+    return found
+
+
+def test_a_checkpoint_of_clamped_parameters_finds_the_state_of_its_step(tmp_path: Path) -> None:
+    for trained_, resumed in spawn(clamped, 2, str(tmp_path), timeout=120):
+        assert trained_ == resumed != 0.0
+
+
+def thawed(rank: int, world: int, folder: str) -> list[tuple[float, str]]:
+    """Train a head, then the whole model in a new wrapper, and resume the whole model alone, as a script after a kill does."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(48, 48), torch.nn.Linear(48, 48))
+    found, taken = [], list[Path]()
+    for number, frozen in ((1, True), (2, False), (1, False)):
+        net[0].requires_grad_(not frozen)
+        model = DistributedDataParallel(net)
+        handle = commhooks.attach(model, HOOK)
+        kept = StateFolder(Path(folder, f"{number}-Sequential"), HookKept(handle), 1, [] if len(taken) > 1 else taken)
+        kept.resume()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2 if len(taken) < 2 else 0):
+            optimizer.zero_grad()
+            model(torch.randn(8, 48)).square().mean().backward()
+            optimizer.step()
+        found.append((_residual(handle), kept.folder.name))
+        taken.append(kept.folder)
+        kept.end()
+        handle.detach()
+    return found
+
+
+def test_a_model_that_is_wrapped_in_another_order_finds_its_state(tmp_path: Path) -> None:
+    for head, whole, resumed in spawn(thawed, 2, str(tmp_path), timeout=120):
+        assert head[1] == "1-Sequential" and whole[1] == "2-Sequential"
+        assert resumed == whole != head

@@ -70,18 +70,18 @@ def test_the_time_limit_kills_every_rank() -> None:
 
 
 def test_a_rank_that_is_meant_to_die() -> None:
-    assert spawn(dying, 2, backend=None, expect_exit={1: -signal.SIGKILL}) == [0, None]
+    assert spawn(dying, 2, group=False, expect_exit={1: -signal.SIGKILL}) == [0, None]
     with pytest.raises(WorkerError, match="exit code -9"):
-        spawn(dying, 2, backend=None)
+        spawn(dying, 2, group=False)
 
 
 def test_a_rank_knows_its_place_and_enters_first() -> None:
-    found = spawn(surroundings, 2, "RANK", "WORLD_SIZE", "ENTERED", backend=None, enter=entered)
+    found = spawn(surroundings, 2, "RANK", "WORLD_SIZE", "ENTERED", group=False, enter=entered)
     assert found == [["0", "2", "0"], ["1", "2", "1"]]
 
 
 def test_kill_and_restart_one_rank(tmp_path: Path) -> None:
-    with Ranks(marked, 2, str(tmp_path), backend=None) as ranks:
+    with Ranks(marked, 2, str(tmp_path), group=False) as ranks:
         while len(list(tmp_path.iterdir())) < 2:
             time.sleep(0.01)
         ranks.kill(1)

@@ -226,6 +226,25 @@ def test_over_gloo_two_at_once() -> None:
         assert "the ranks disagree on" in text
 
 
+def left_alone(rank: int, world: int) -> list[float]:
+    """Average tensors of the rank's device while torch's default device is the CPU."""
+    tensors = {"w": torch.full((512,), float(rank)), "half": torch.full((512,), float(rank), dtype=torch.bfloat16)}
+    torch.set_default_device("cpu")
+    reducer = Reducer(TwoStages(), tensors, timeout=20.0)
+    found = [reducer.average(tensors) for _ in range(3)][-1]
+    assert all(found[name].device == tensor.device for name, tensor in tensors.items())
+    saved = reducer.state_dict()
+    reducer.load_state_dict(saved)
+    return [float(t.float().mean()) for t in reducer.average(tensors).values()]
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(90)
+def test_no_tensor_of_ours_depends_on_the_default_device() -> None:
+    first, second = spawn(left_alone, 2)
+    assert first == second
+
+
 def test_a_failure_on_a_gpu_is_raised_by_the_round_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward on a GPU reports its failure in the next backward. An average is used at once, and would be NaN by
     then.
@@ -334,6 +353,7 @@ def late_peer(rank: int, world: int, hook: str) -> bool:
     return bool(reducer.start().wait()["w"].eq(1.5).all())
 
 
+@pytest.mark.cpu("over NCCL a lost rank ends the process: its watchdog, not timeout=, applies")
 @pytest.mark.gloo
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("hook", ["allreduce", pytest.param("bf16_compress", marks=pytest.mark.full)])

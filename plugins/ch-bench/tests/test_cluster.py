@@ -17,7 +17,7 @@ from ch_bench.advise.cluster import (
     stages_of,
 )
 from ch_bench.advise.workload import MODELS
-from ch_bench.links import netns
+from ch_bench.links.link import Link
 from ch_core import BucketLayout, CpuTuning
 from commhooks import HookNotSupportedError, Topology
 from commhooks.cli import main
@@ -125,7 +125,7 @@ def test_recorded_steps_are_predicted_within_a_quarter() -> None:
     tried = [row for row in rows if row[1] != "loopback" and row[2] != "quant8"]
     assert len(tried) == 36
     for model, link, hook, measured in tried:
-        found = predicted(model, netns.parse_rate(link), hook, alone[model])
+        found = predicted(model, Link.parse(link).rate or 0.0, hook, alone[model])
         assert found == pytest.approx(float(measured) / 1e3, rel=0.25), (model, link, hook)
 
 
@@ -173,7 +173,10 @@ def test_the_command_answers_in_80_columns(options: list[str], capsys: pytest.Ca
         (["--cluster", "4", "--link", "1gbit"], "expected nodes and ranks of each, as in 4x8"),
         (["--cluster", "1x1", "--link", "1gbit"], "at least two ranks"),
         (["--cluster", "4x8"], "--cluster needs --link"),
-        (["--cluster", "4x8", "--link", "1gbit,5", "--step", "1s", "--parameters", "1e6"], "'5' is not a time"),
+        (
+            ["--cluster", "4x8", "--link", "1gbit,5", "--step", "1s", "--parameters", "1e6"],
+            "'5' is not a part of a link",
+        ),
         (["--cluster", "4x8", "--link", "1gbit", "--step", "1s"], "either --parameters"),
         (["--fsdp"], "--fsdp describes a cluster"),
     ],

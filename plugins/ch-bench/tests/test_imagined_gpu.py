@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from programs.cost.imagined_gpu import ImaginedGPU, steps
+from programs.cost.imagined_gpu import COMPOSITIONS, ImaginedGPU, steps
 
 import commhooks
-from ch_bench.gpu_kit.models import COMPOSITIONS
 from ch_core import simulate
 from commhooks import AllReduce, Bucket, HookResultError, HookState, Reduction, StepContext
 

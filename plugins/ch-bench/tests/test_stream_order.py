@@ -12,12 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-from programs.cost.imagined_gpu import ImaginedGPU, races
+from programs.cost.imagined_gpu import COMPOSITIONS, ImaginedGPU, races
 from programs.cost.imagined_training import fsdp2_races, outer_races
 from programs.cost.stream_order import StreamOrder
 
 import commhooks
-from ch_bench.gpu_kit.models import COMPOSITIONS
 from ch_core.device import HostCopy, SideStream, record_use
 from ch_core.encoding import Encoding, Entry
 from ch_core.engine.messages import Batch, Message, Messenger

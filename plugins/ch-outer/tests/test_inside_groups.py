@@ -38,7 +38,7 @@ def train(rank: int, world: int, kind: str) -> tuple[list[list[float]], list[lis
     """Return the parameters after two rounds and before the third exchange, the bytes, and the
     sizes of the exchanges.
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("between", "inside"))
     model = make()
     if kind == "fsdp2":
         fully_shard(model, mesh=mesh["inside"])

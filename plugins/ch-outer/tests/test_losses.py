@@ -131,6 +131,7 @@ def worker(rank: int, world: int, place: str, folder: str) -> tuple[int, list[in
     return losses, landed, found
 
 
+@pytest.mark.cpu("over NCCL a lost rank ends the process: its watchdog, not timeout=, applies")
 @pytest.mark.parametrize(
     ("place", "rounds", "world"),
     [
@@ -211,5 +212,6 @@ def late_peer(rank: int, world: int) -> list[float]:
     return [moved.min().item(), moved.max().item()]
 
 
+@pytest.mark.cpu("over NCCL a lost rank ends the process: its watchdog, not timeout=, applies")
 def test_a_late_peer_writes_nothing_into_a_round_of_the_survivors() -> None:
     assert spawn(late_peer, 3) == [[4.0, 4.0]] * 3

@@ -96,7 +96,7 @@ def test_without_failures_it_equals_training_over_fixed_ranks(case: str, names: 
 
 
 def test_alone_at_rate_1_it_stays_near_the_inner_optimizer() -> None:
-    """It does not agree to the bit, unlike over a group of one, because other members may be receiving the average."""
+    """It does not agree to the bit, because start - (start - p) is not p in floating point."""
 
     def body(manager: Any) -> float:
         plain, model = make(), make()

@@ -498,8 +498,6 @@ def change_model(kind: str, model: nn.Module, optimizer: OuterOptimizer) -> None
         elif kind == "replaced":
             nn.utils.parametrizations.weight_norm(model[2])
             optimizer.add_param_group({"params": [p for n, p in model[2].named_parameters() if "original" in n]})
-        elif kind == "unfrozen":
-            model[4].weight.requires_grad_(True)
         elif kind == "foreign":
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
         else:
@@ -507,7 +505,7 @@ def change_model(kind: str, model: nn.Module, optimizer: OuterOptimizer) -> None
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["on all ranks", "on one rank"])
-@pytest.mark.parametrize("kind", ["added", "replaced", "unfrozen", "foreign", "resized"])
+@pytest.mark.parametrize("kind", ["added", "replaced", "foreign", "resized"])
 def test_a_parameter_that_would_not_be_exchanged_is_an_error_on_all_ranks(kind: str, ranks: tuple[int, ...]) -> None:
     def body(rank: SimulatedRank) -> list[str]:
         model = make()
@@ -532,6 +530,61 @@ def test_a_parameter_that_would_not_be_exchanged_is_an_error_on_all_ranks(kind: 
 
     for number, errors in enumerate(simulate(2, body)):
         assert errors == [f"3 {'HookConfigError' if number in ranks else 'RemoteHookError'}"]
+
+
+class Thawed:
+    """A run in which a layer thaws. It keeps the layer's weight of each step, before and after the rounds of the step."""
+
+    def __init__(self, rank: SimulatedRank, at: int | None, steps: int = 8, **schedule: int) -> None:
+        self.model = make()
+        self.model[4].requires_grad_(False)
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.optimizer = OuterOptimizer(
+            inner,
+            self.model,
+            Schedule(every=4, **schedule),
+            outer=plain_sgd(1.0),
+            ranks=FixedRanks(transport=rank.transport, timeout=5.0),
+        )
+        self.before, self.after = list[torch.Tensor](), list[torch.Tensor]()
+        self.errors = list[str]()
+        inner.register_step_post_hook(lambda *_: self.before.append(values(self.model[4])[0]))
+        for step in range(steps):
+            if step == at:
+                self.model[4].requires_grad_(True)
+            try:
+                train(self.model, self.optimizer, rank.rank, range(step, step + 1))
+            except commhooks.CommHooksError as error:
+                self.errors.append(f"{step} {type(error).__name__}: {error}")
+            self.after.append(values(self.model[4])[0])
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_parameters_that_all_ranks_thaw_are_exchanged_from_that_round_on(at: int, fragments: int, overlap: int) -> None:
+    def body(rank: SimulatedRank) -> Thawed:
+        run = Thawed(rank, at, 11, fragments=fragments, overlap=overlap)
+        with pytest.raises(StateError, match="Unfreeze them in the same rounds"):
+            Thawed(rank, None, 0, fragments=fragments, overlap=overlap).optimizer.load_state_dict(
+                run.optimizer.state_dict()
+            )
+        run.optimizer.finish()
+        return run
+
+    here, there = simulate(2, body)
+    assert not here.errors and not there.errors
+    assert same(values(here.model), values(there.model)) and here.optimizer.stats()["rounds_done"] == 3.0
+    first = (3 if at < 4 else 7) + overlap  # step that ends the round of the thaw
+    assert not torch.equal(here.before[first], there.before[first])
+    assert torch.equal(here.after[first], there.after[first])
+    assert torch.allclose(here.after[first], (here.before[first] + there.before[first]) / 2, atol=1e-6)
+
+
+def test_parameters_that_one_rank_thaws_are_an_error_on_all_ranks_in_the_round() -> None:
+    for run in simulate(2, lambda rank: Thawed(rank, 2 if rank.rank == 1 else None, 4)):
+        [said] = run.errors
+        assert said.startswith("3 RankMismatchError: the ranks have different starts of this round")
 
 
 def test_an_outer_step_that_fails_on_one_rank_reaches_the_peers_in_the_next_round() -> None:

@@ -366,7 +366,8 @@ def test_by_name_and_as_pytorchs_functions_on_gloo(world: int) -> None:
     whole, cut = (ranks[0][f"pieces of {piece}"] for piece in (None, 4096))
     # Exact averages of biases add the ranks in another order. A different code is off by a seventh.
     torch.testing.assert_close(whole[0], cut[0], rtol=1e-5, atol=1e-8)
-    assert cut[1]["rounds"] >= whole[1]["rounds"] + 3 * 2 * 2  # two more pieces with two stages each
+    stages = 1 if world == 2 else 2  # two ranks send whole messages
+    assert cut[1]["rounds"] >= whole[1]["rounds"] + 3 * 2 * stages  # two more pieces
 
 
 def two_steps(expr: str, device: str) -> list[torch.Tensor]:

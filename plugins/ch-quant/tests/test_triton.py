@@ -40,7 +40,6 @@ def test_in_the_interpreter_it_is_torchs_bit_for_bit(pytestconfig: pytest.Config
 @installed
 @pytest.mark.nccl
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device")
 def test_on_a_gpu_it_is_torchs_bit_for_bit(pytestconfig: pytest.Config) -> None:
     run_cases(pytestconfig)
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from toy import FEATURES, HIDDEN, SEED, Net, finish, teacher
+from toy import FEATURES, FOLDER, HIDDEN, SEED, Net, finish, save, teacher
 
 dist.init_process_group("gloo")
 torch.manual_seed(SEED)
@@ -24,8 +24,16 @@ def reward(state, action):
     return 5 - 5 * (action - state @ best).square().mean(1, keepdim=True)
 
 
+parts = [actor.module, critic_net, target, actor_optimizer, critic_optimizer]
 losses = []
-for _ in range(300):
+if (FOLDER / "agent.pt").exists():
+    agent = torch.load(FOLDER / "agent.pt")
+    for part, state in zip(parts, agent["parts"], strict=True):
+        part.load_state_dict(state)
+    losses = agent["losses"]
+    for _ in losses:  # each rank draws what it has drawn
+        torch.randn(2, 64, FEATURES, generator=generator)
+for step in range(len(losses), 300):
     state, next_state = torch.randn(2, 64, FEATURES, generator=generator)
     with torch.no_grad():
         action = actor.module(state)
@@ -44,6 +52,8 @@ for _ in range(300):
         for slow, fast in zip(target.parameters(), critic_net.parameters(), strict=True):
             slow.lerp_(fast, 0.05)
     losses.append(critic_loss.item())
+    if step % 50 == 49 and dist.get_rank() == 0:
+        save({"parts": [part.state_dict() for part in parts], "losses": losses}, FOLDER / "agent.pt")
 mean = torch.tensor(sum(losses[-40:]) / 40)
 dist.all_reduce(mean)
 finish(mean.item() / dist.get_world_size(), actor, critic)

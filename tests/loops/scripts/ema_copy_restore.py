@@ -46,9 +46,12 @@ for step, (x, y) in enumerate([batch for _ in range(2) for batch in batches]):
         if dist.get_rank() == 0:
             torch.save(model.module.state_dict(), FOLDER / "validated.pt")
         ema.restore(model.parameters())
+ema.store(model.parameters())
 ema.copy_to(model.parameters())
+loss = test(model.module)
 if dist.get_rank() == 0:
     torch.save(model.module.state_dict(), FOLDER / "model.pt")
     model.module.load_state_dict(torch.load(FOLDER / "model.pt"))
-finish(test(model.module), model)
+ema.restore(model.parameters())
+finish(loss, model)
 dist.destroy_process_group()

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from toy import FEATURES, HIDDEN, SEED, Net, finish, loader, test
+from toy import FEATURES, FOLDER, HIDDEN, SEED, Net, finish, loader, save, test
 
 
 def set_requires_grad(net, requires_grad):
@@ -20,7 +20,15 @@ optimizer_g = torch.optim.Adam(net_g.parameters(), lr=1e-2, betas=(0.5, 0.999))
 optimizer_d = torch.optim.Adam(net_d.parameters(), lr=2e-3, betas=(0.5, 0.999))
 gan_loss, l1_loss = nn.MSELoss(), nn.L1Loss()
 batches = loader()
-for epoch in range(2):
+checkpoint, first = FOLDER / "checkpoint.pt", 0
+if checkpoint.exists():
+    loaded = torch.load(checkpoint)
+    net_g.module.load_state_dict(loaded["g"])
+    net_d.module.load_state_dict(loaded["d"])
+    optimizer_g.load_state_dict(loaded["optimizer_g"])
+    optimizer_d.load_state_dict(loaded["optimizer_d"])
+    first = loaded["epoch"] + 1
+for epoch in range(first, 2):
     batches.sampler.set_epoch(epoch)
     for real_a, real_b in batches:
         fake_b = net_g(real_a)
@@ -41,5 +49,13 @@ for epoch in range(2):
         loss_g = 0.01 * gan_loss(pred_fake, torch.ones_like(pred_fake)) + l1_loss(fake_b, real_b)
         loss_g.backward()
         optimizer_g.step()
+    if dist.get_rank() == 0:
+        states = {
+            "g": net_g.module.state_dict(),
+            "d": net_d.module.state_dict(),
+            "optimizer_g": optimizer_g.state_dict(),
+            "optimizer_d": optimizer_d.state_dict(),
+        }
+        save({**states, "epoch": epoch}, checkpoint)
 finish(test(net_g), net_g, net_d)
 dist.destroy_process_group()

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from toy import FEATURES, HIDDEN, SEED, Net, finish, loader, test
+from toy import FEATURES, FOLDER, HIDDEN, SEED, Net, finish, loader, save, test
 
 
 class GAN(nn.Module):
@@ -31,7 +31,14 @@ optimizer_g = torch.optim.Adam(model.module.generator.parameters(), lr=1e-2)
 optimizer_d = torch.optim.Adam(model.module.discriminator.parameters(), lr=2e-3)
 batches = loader()
 losses = []
-for epoch in range(2):
+checkpoint, first = FOLDER / "checkpoint.pt", 0
+if checkpoint.exists():
+    loaded = torch.load(checkpoint)
+    model.module.load_state_dict(loaded["model"])
+    optimizer_g.load_state_dict(loaded["optimizer_g"])
+    optimizer_d.load_state_dict(loaded["optimizer_d"])
+    first = loaded["epoch"] + 1
+for epoch in range(first, 2):
     batches.sampler.set_epoch(epoch)
     for x, y in batches:
         optimizer_d.zero_grad()
@@ -43,5 +50,12 @@ for epoch in range(2):
         optimizer_g.zero_grad()
         model(x, y, "generator").backward()
         optimizer_g.step()
+    if dist.get_rank() == 0:
+        states = {
+            "model": model.module.state_dict(),
+            "optimizer_g": optimizer_g.state_dict(),
+            "optimizer_d": optimizer_d.state_dict(),
+        }
+        save({**states, "epoch": epoch}, checkpoint)
 finish(test(model.module.generator) + sum(losses[-20:]) / 20, model)
 dist.destroy_process_group()

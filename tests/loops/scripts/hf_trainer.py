@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from toy import FOLDER, SEED, Net, dataset, finish, test
 from transformers import Trainer, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
 
 
 class Model(nn.Module):
@@ -49,5 +50,5 @@ arguments = TrainingArguments(
     report_to=[],
 )
 trainer = Trainer(model, arguments, train_dataset=Rows(dataset()), eval_dataset=Rows(dataset(512, seed=4)))
-trainer.train()
+trainer.train(resume_from_checkpoint=get_last_checkpoint(FOLDER / "out") if (FOLDER / "out").exists() else None)
 finish(test(model.net), model)

@@ -1,7 +1,8 @@
-"""Train a LightningModule by Lightning's Trainer."""
+"""Train a LightningModule by Lightning's Trainer, which saves after each epoch and resumes from its last checkpoint."""
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 from toy import FOLDER, SEED, Net, dataset, finish, test
@@ -34,9 +35,11 @@ if __name__ == "__main__":
         gradient_clip_val=1.0,
         default_root_dir=FOLDER,
         logger=False,
-        enable_checkpointing=False,
+        callbacks=[ModelCheckpoint(FOLDER / "checkpoints", save_last=True)],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, DataLoader(dataset(), batch_size=32, shuffle=True, drop_last=True))
+    last = FOLDER / "checkpoints" / "last.ckpt"
+    batches = DataLoader(dataset(), batch_size=32, shuffle=True, drop_last=True)
+    trainer.fit(model, batches, ckpt_path=last if last.exists() else None)
     finish(test(model.net), model)

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
-from toy import SEED, Net, finish, loader, test
+from toy import FOLDER, SEED, Net, finish, loader, save, test
 
 
 class LoRALinear(nn.Module):
@@ -34,11 +34,19 @@ torch.manual_seed(SEED)
 model = DDP(Checkpointed(Net()))
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 batches = loader()
-for epoch in range(3):
+saved, first = FOLDER / "checkpoint.pt", 0
+if saved.exists():
+    loaded = torch.load(saved)
+    model.module.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    first = loaded["epoch"] + 1
+for epoch in range(first, 3):
     batches.sampler.set_epoch(epoch)
     for x, y in batches:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
+    if dist.get_rank() == 0:
+        save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, saved)
 finish(test(model), model)
 dist.destroy_process_group()

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from toy import SEED, Net, finish, loader, test
+from toy import FOLDER, SEED, Net, finish, loader, save, test
 
 dist.init_process_group("gloo")
 torch.manual_seed(SEED)
@@ -12,7 +12,13 @@ model = DDP(Net())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 masks = {n: (p.abs() > p.abs().quantile(0.1)).float() for n, p in model.named_parameters() if p.ndim > 1}
 batches = loader()
-for epoch in range(2):
+checkpoint, first = FOLDER / "checkpoint.pt", 0
+if checkpoint.exists():
+    loaded = torch.load(checkpoint)
+    model.module.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    first = loaded["epoch"] + 1
+for epoch in range(first, 2):
     batches.sampler.set_epoch(epoch)
     for x, y in batches:
         optimizer.zero_grad()
@@ -23,5 +29,7 @@ for epoch in range(2):
                 if name in masks:
                     p.mul_(masks[name])
                 p.clamp_(-1.0, 1.0)
+    if dist.get_rank() == 0:
+        save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, checkpoint)
 finish(test(model), model)
 dist.destroy_process_group()

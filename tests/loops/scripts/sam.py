@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from toy import SEED, Net, finish, loader, test
+from toy import FOLDER, SEED, Net, finish, loader, save, test
 
 
 class SAM(torch.optim.Optimizer):
@@ -44,7 +44,13 @@ torch.manual_seed(SEED)
 model = DDP(Net())
 optimizer = SAM(model.parameters(), torch.optim.AdamW, lr=1e-2)
 batches = loader()
-for epoch in range(2):
+checkpoint, first = FOLDER / "checkpoint.pt", 0
+if checkpoint.exists():
+    loaded = torch.load(checkpoint)
+    model.module.load_state_dict(loaded["model"])
+    optimizer.base_optimizer.load_state_dict(loaded["optimizer"])
+    first = loaded["epoch"] + 1
+for epoch in range(first, 2):
     batches.sampler.set_epoch(epoch)
     for x, y in batches:
         with model.no_sync():
@@ -52,5 +58,10 @@ for epoch in range(2):
         optimizer.first_step(zero_grad=True)
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.second_step(zero_grad=True)
+    if dist.get_rank() == 0:
+        save(
+            {"model": model.module.state_dict(), "optimizer": optimizer.base_optimizer.state_dict(), "epoch": epoch},
+            checkpoint,
+        )
 finish(test(model), model)
 dist.destroy_process_group()

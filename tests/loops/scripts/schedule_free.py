@@ -5,14 +5,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from toy import FOLDER, SEED, Net, finish, loader, test
+from toy import FOLDER, SEED, Net, finish, loader, save, test
 
 dist.init_process_group("gloo")
 torch.manual_seed(SEED)
 model = DDP(Net())
 optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=2e-2, warmup_steps=5)
 batches = loader()
-for epoch in range(2):
+first = 0
+if (FOLDER / "last.pt").exists():
+    last = torch.load(FOLDER / "last.pt")
+    model.module.load_state_dict(last["model"])
+    optimizer.load_state_dict(last["optimizer"])
+    first = last["epoch"] + 1
+for epoch in range(first, 2):
     batches.sampler.set_epoch(epoch)
     model.train()
     optimizer.train()
@@ -24,6 +30,7 @@ for epoch in range(2):
     optimizer.eval()
     loss = test(model)
     if dist.get_rank() == 0:
-        torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, FOLDER / "last.pt")
+        last = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+        save(last, FOLDER / "last.pt")
 finish(loss, model)
 dist.destroy_process_group()

@@ -60,6 +60,7 @@ from ch_core.fsdp_states import DefaultState as DefaultState
 from ch_core.fsdp_states import LowPrecisionState as LowPrecisionState
 from ch_core.identity import BucketNames as BucketNames
 from ch_core.identity import RankId as RankId
+from ch_core.link import Link as Link
 from ch_core.logs import log as log
 from ch_core.logs import wrapped as wrapped
 from ch_core.logs import wrapped_on_terminal as wrapped_on_terminal
@@ -109,6 +110,8 @@ from ch_core.transport.base import Transport as Transport
 from ch_core.transport.base import Work as Work
 from ch_core.transport.completion import call_on_arrival as call_on_arrival
 from ch_core.transport.completion import is_lost as is_lost
+from ch_core.transport.far import FarTransport as FarTransport
+from ch_core.transport.far import transport_over as transport_over
 from ch_core.transport.loan import Loan as Loan
 from ch_core.transport.loan import take_back as take_back
 from ch_core.transport.process_group import ProcessGroupTransport as ProcessGroupTransport

@@ -22,6 +22,7 @@ from ch_core.bucket import Bucket, BucketLayout, ParamLayout, contiguous_stride
 from ch_core.encoding import OWN_ORDER, Encoding, Entry, Key, Packed
 from ch_core.entries import RESIDUAL, Draft
 from ch_core.errors import HookConfigError, HookNotSupportedError, HookResultError
+from ch_core.link import Link
 from ch_core.requests import (
     BF16_BYTES,
     LATER,
@@ -57,6 +58,7 @@ class StepContext:
         sent: bucket to fill with this rank's contribution, or ``None`` (see :attr:`Reduction.reports_sent`).
         topology: the nodes of the group's ranks; ``None`` if the reduction does not ask for them.
         encodings: encodings of the entries that the reduction writes (:meth:`Reduction.encodings`).
+        link: slowest link between two ranks, if the user has named it.
     """
 
     __slots__ = (
@@ -69,6 +71,7 @@ class StepContext:
         "_shared",
         "_whole",
         "encodings",
+        "link",
         "participating",
         "rank",
         "sent",
@@ -93,9 +96,10 @@ class StepContext:
         topology: Topology | None = None,
         owes: bool = True,
         encodings: Mapping[Key, Encoding] = MappingProxyType({}),
+        link: Link | None = None,
     ) -> None:
         self.rank, self.world_size, self.step, self.participating = rank, world_size, step, participating
-        self.sent, self.topology = sent, topology
+        self.sent, self.topology, self.link = sent, topology, link
         self._draft = draft if draft is not None else Draft()
         self._scratch = scratch if scratch is not None else Scratch()
         self._owner = owner
@@ -111,6 +115,18 @@ class StepContext:
         if self.topology is None:
             return 1 if scope == "node" else self.world_size
         return self.world_size if scope == "all" else self.topology.size(scope)
+
+    def sends_whole(self, nbytes: int) -> bool:
+        """True if each rank should send all of its ``nbytes`` to every other rank, instead of a part and then its average.
+
+        With two ranks both send the same bytes, and whole messages are rounded once and travel once. More ranks send
+        (W - 2) times as many bytes more, which must not take longer than the second message on the link.
+
+        >>> StepContext(world_size=2).sends_whole(10**9), StepContext(world_size=3).sends_whole(1)
+        (True, False)
+        """
+        further = (self.world_size - 2) * nbytes
+        return further <= 0 or (self.link is not None and further <= self.link.bytes_on_the_way)
 
     def read(self, name: str, field: str, shape: Sequence[int] | None = None) -> torch.Tensor | None:
         """Return the committed state tensor of a parameter, or ``None``. It must not be written to.
@@ -231,6 +247,7 @@ class StepContext:
             topology=self.topology,
             owes=self._owes,
             encodings=self.encodings,
+            link=self.link,
         )
         made._pieces = self._pieces
         return made
@@ -270,6 +287,7 @@ class StepContext:
             shared=frozenset(shared),
             absent=absent,
             owes=self._owes,
+            link=self.link if scope != "node" else None,
         )
         made._pieces = pieces
         return made
@@ -534,6 +552,10 @@ class Reduction(ABC):
         """
         return True
 
+    def low_rank(self, param: ParamLayout, step: int) -> bool:
+        """True if the average of this matrix has less than half of its directions. Such a hook does not suit every optimizer."""
+        return False
+
     def phase(self, step: int) -> Hashable:
         """Return a value that changes with the step if the requests do (a warm-up, an alternation)."""
         return ()
@@ -707,7 +729,9 @@ class Reduction(ABC):
             return ()
         meta = BucketLayout(layout.params, layout.numel, layout.dtype, "meta")
         bucket = Bucket(meta, torch.empty(layout.numel, dtype=layout.dtype, device="meta"))
-        dry = StepContext(ctx.rank, ctx.world_size, ctx.step, participating=ctx.participating, topology=ctx.topology)
+        dry = StepContext(
+            ctx.rank, ctx.world_size, ctx.step, participating=ctx.participating, topology=ctx.topology, link=ctx.link
+        )
         stages: list[StagePlan] = []
         try:
             for requests in self.start(bucket, dry):

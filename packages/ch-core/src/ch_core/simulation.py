@@ -18,6 +18,7 @@ import torch
 from ch_core.engine.engine import Engine
 from ch_core.engine.schedule import TUNED, CpuTuning
 from ch_core.errors import HookTimeoutError, TransportError
+from ch_core.link import Link
 from ch_core.reduction import Reduction
 from ch_core.requests import Scope
 from ch_core.state import HookState
@@ -179,6 +180,7 @@ class SimulatedTransport:
 
     free = False
     elastic = False
+    link: Link | None = None
 
     def __init__(self, group: SimulatedGroup, rank: int, scope: Scope = "all") -> None:
         self.group = group

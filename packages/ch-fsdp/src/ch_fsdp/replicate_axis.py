@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ch_core import Engine, ProcessGroupTransport, record_use
+from ch_core import Engine, record_use, transport_over
 from ch_fsdp.axis import Axis, SlotObject, state_of
 from ch_fsdp.group_order import GroupOrder
 from ch_fsdp.layouts import shards_layout
@@ -60,7 +60,7 @@ class ReplicateAxis(Axis):
             self.managed = manager_adapter(options.manager)(model, handle, options, self._layouts)
             self.engine = self.managed.engine
         else:
-            transport = ProcessGroupTransport(replicas)
+            transport = transport_over(replicas, options.link)
             self.engine = Engine(self.reduction, transport, state_of(handle), timeout=self._timeout)
         self.engines = {"replicate": self.engine}
         if replicas is not None and shard_group is not None:

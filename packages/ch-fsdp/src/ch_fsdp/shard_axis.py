@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ch_core import Engine, ProcessGroupTransport, Scattered
+from ch_core import Engine, Scattered, transport_over
 from ch_fsdp.axis import Axis, SlotObject, state_of
 from ch_fsdp.flat_sum import fits_flat, flat_bucket, flat_version, is_cast
 from ch_fsdp.layouts import trainable_shapes, unsharded_layout, whole_layout
@@ -44,7 +44,7 @@ class ShardAxis(Axis):
         flat = fits_flat(self.reduction)
         self.form: _Flat | _Named = _Flat(self.reduction) if flat else _Named(self.reduction)
         state = None if flat else state_of(handle)
-        self.engine = Engine(self.form.reduction, ProcessGroupTransport(group), state, timeout=self._timeout)
+        self.engine = Engine(self.form.reduction, transport_over(group, options.link), state, timeout=self._timeout)
         self.engines = {"shard": self.engine}
 
     def place(self, steps: Steps, end: BackwardEnd, expr: str) -> None:
@@ -69,7 +69,7 @@ class ShardAxis(Axis):
                 "handle and attach again"
             )
         self.group = group
-        self.engine.move(ProcessGroupTransport(group))
+        self.engine.move(transport_over(group, self.engine.transport.link))
         return None
 
 

@@ -92,6 +92,10 @@ class ManagedBinding(SlotBinding):
     def __init__(self, model: DistributedDataParallel, handle: CommHook, options: AttachOptions) -> None:
         if options.process_group is not None:
             raise AttachError("this model reduces over its manager: leave process_group out of attach()")
+        if options.link is not None:
+            raise AttachError(
+                "link= needs ranks that stay, and this model's members join and leave: leave it out of attach()"
+            )
         if handle.reduction is None:
             raise HookNotSupportedError(
                 f"{handle.expr} is a foreign hook: it needs a process group, and this model has a manager. Use a hook by "

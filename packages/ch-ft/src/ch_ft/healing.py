@@ -76,17 +76,24 @@ class Transferred:
         manager.register_state_dict_fn(f"commhooks.{count}", self.load, self.save)
 
     def serve(self, engine: Engine | None, fingerprint: Fingerprint) -> None:
-        """Send the state of this engine from now on. ``None`` sends nothing."""
-        self._served = engine, fingerprint
+        """Send the state of this engine from now on. ``None`` sends nothing.
+
+        The manager keeps this entry, so it must not keep the engine: a dropped model would never be freed.
+        """
+        self._engine: weakref.ref[Engine] | None = None if engine is None else weakref.ref(engine)
+        self._fingerprint = fingerprint
 
     def save(self) -> dict[str, Any]:
-        engine, fingerprint = self._served
-        return {} if engine is None else save(engine, fingerprint)
+        engine = self._served()
+        return {} if engine is None else save(engine, self._fingerprint)
 
     def load(self, saved: dict[str, Any]) -> None:
-        engine, fingerprint = self._served
+        engine = self._served()
         if engine is not None:
-            load(engine, fingerprint, saved)
+            load(engine, self._fingerprint, saved)
+
+    def _served(self) -> Engine | None:
+        return self._engine() if self._engine is not None else None
 
 
 _COUNTS = WeakIdKeyDictionary()  # manager -> number of its entries

@@ -35,6 +35,7 @@ class ManagerTransport:
     """
 
     elastic = True
+    link = None
     free = False
 
     def __init__(

@@ -92,6 +92,10 @@ class PowerSGD(PowerSGDConfig, Reduction):
             return "0-d" if not param.shape else "1-D"
         return self.why_uncompressed(self._stack([param], *param.matrix_shape))
 
+    def low_rank(self, param: ParamLayout, step: int) -> bool:
+        fits = not param.plain_only and self.route(param, step) is None
+        return fits and (self.granularity == "bucket" or 2 * self.rank < min(param.matrix_shape))
+
     def why_uncompressed(self, stack: Stack) -> str | None:
         """Return the reason why a matrix is too small to compress, or None."""
         n, m, rank = stack.rows, stack.cols, stack.rank

@@ -125,12 +125,11 @@ class AutoAttach:
         """Add a model to the report, and resume its state and begin its trace if the run has them."""
         settings = self.settings
         self.models.append(found)
-        label = _label(len(self.models), model)
         if settings.state:
-            found.keep_state(Path(settings.state) / label, settings.state_every)
+            self._keep_state(found, model, len(self.models))
         if settings.trace:
             try:
-                found.trace = found.begin_trace(str(Path(settings.trace) / f"{label}.json"))
+                found.trace = found.begin_trace(str(Path(settings.trace) / f"{_label(len(self.models), model)}.json"))
             except HookNotSupportedError as error:
                 self._note(f"--trace: {name_of(model)} is not traced: {error}")
         _drop_with(model, found)
@@ -142,8 +141,15 @@ class AutoAttach:
         if settings.state and settings.hook and params:
             found = LoneModel(name, settings.hook, params)
             self.alone.append(found)
-            found.keep_state(Path(settings.state) / _label(len(self.alone), model), settings.state_every)
+            self._keep_state(found, model, len(self.alone))
             _drop_with(model, found)
+
+    def _keep_state(self, found: KeptModel, model: torch.nn.Module, number: int) -> None:
+        """Resume a model's state, and write it from now on, in a folder that no other model of this process has."""
+        taken = {one.state.folder for one in [*self.models, *self.alone] if one.state is not None}
+        while (folder := Path(self.settings.state) / _label(number, model)) in taken:
+            number += 1
+        found.keep_state(folder, self.settings.state_every, taken)
 
     def wrapped_again(self, module: torch.nn.Module) -> None:
         """End the training of models whose parameters are about to be wrapped once more, on all ranks."""
@@ -172,6 +178,7 @@ class AutoAttach:
                 hook,
                 # Gradients that the script throws away would stay in residuals. Other hooks work with any optimizer.
                 optimizer=optimizers_of if any(kind != "shared" for kind in fields) else None,
+                link=settings.link or None,
                 single_process=settings.single_process,
                 check_ranks_every=settings.check_ranks_every or None,
                 on_drift="raise" if settings.on_drift == "raise" else "warn",
@@ -184,7 +191,8 @@ class AutoAttach:
                     f"--check-ranks-every compares nothing of {name}: --gather alone attaches no hook to gradients. Give --hook, "
                     "too, such as --hook allreduce. It then compares replicas of one shard, if the model has any"
                 )
-            handle = attach(model, settings.gather, axis="gather", single_process=settings.single_process)
+            link = settings.link or None
+            handle = attach(model, settings.gather, axis="gather", link=link, single_process=settings.single_process)
             made.append(HookedModel(f"{name}, weight gathers", handle))
         return made
 

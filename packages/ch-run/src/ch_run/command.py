@@ -11,29 +11,25 @@ import shutil
 import signal
 import sys
 import tempfile
-import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ch_core import wrapped, write_stderr
 from ch_run.import_watch import watch
 from ch_run.settings import Settings
 from commhooks import CommHooksError
 
-if TYPE_CHECKING:
-    from commhooks import CommHook
-
-COLUMNS = 80  # of the dry run
 NOT_ATTACHED = 3  # exit status of --must-attach. An exception has 1, and a bad command line 2
 INTERPRETER = re.compile(r"python[\d.]*(\.exe)?")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
 EPILOG = """\
 environment: COMMHOOKS_HOOK or COMMHOOKS_OUTER, and COMMHOOKS_GATHER, _REPORT,
-  _STATE, _STATE_EVERY, _MODULE_PATTERN, _SINGLE_PROCESS, _CHECK_RANKS_EVERY,
-  _ON_DRIFT and _TRACE, do the same if a launcher owns the command line. The
-  command sets them for processes that the script starts.
+  _STATE, _STATE_EVERY, _MODULE_PATTERN, _LINK, _SINGLE_PROCESS,
+  _CHECK_RANKS_EVERY, _ON_DRIFT and _TRACE, do the same if a launcher owns
+  the command line. The command sets them for processes that the script starts.
 
 examples:
   torchrun --nproc-per-node 2 -m commhooks run --hook "powersgd(rank=4)" \\
@@ -77,47 +73,14 @@ def set_up(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], in
     except ValueError as error:  # of a variable
         _complain(f"ValueError: {error}")
         parser.exit(2)
-    for option, value, text in (
-        ("--hook", default.hook, "hook expression, e.g. 'powersgd(rank=4)'"),
-        ("--outer", default.outer, "outer optimizer instead, e.g. 'diloco(every=30)'"),
-        ("--gather", default.gather, "hook on FSDP2's weight gathers, e.g. 'quant8'"),
-    ):
-        parser.add_argument(option, action=_Expression, default=value, metavar="EXPR", help=text)
-    parser.add_argument("--report", default=default.report, metavar="FILE", help="write the report there, as JSON")
-    parser.add_argument("--state", default=default.state, metavar="DIR", help="write the hook's state there; resume it")
-    parser.add_argument(
-        "--state-every",
-        type=int,
-        default=default.state_every,
-        metavar="N",
-        help="optimizer steps between two snapshots of the state (1)",
-    )
-    parser.add_argument(
-        "--module-pattern",
-        default=default.module_pattern,
-        metavar="GLOB",
-        help="class names of the models that get the hook (*)",
-    )
-    parser.add_argument(
-        "--single-process", action="store_true", default=default.single_process, help="compress in one process, too"
-    )
-    parser.add_argument(
-        "--check-ranks-every",
-        type=int,
-        default=default.check_ranks_every,
-        metavar="N",
-        help="compare the parameters of all ranks every N steps",
-    )
-    parser.add_argument(
-        "--on-drift",
-        choices=("warn", "raise"),
-        default=default.on_drift,
-        help="what to do if they differ (warn)",
-    )
-    parser.add_argument("--trace", default=default.trace, metavar="DIR", help="write a trace of each model there")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved expression and planned bytes; run nothing"
-    )
+    for field in fields(Settings):
+        value, metavar = getattr(default, field.name), field.metadata["metavar"]
+        kind: dict[str, Any] = {"metavar": metavar, "type": type(value)}
+        if metavar == "EXPR":
+            kind["action"] = _Expression
+        elif not metavar:
+            kind = {"action": "store_true"} if isinstance(value, bool) else {"choices": ("warn", "raise")}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=value, help=field.metadata["help"], **kind)
     parser.add_argument(
         "--must-attach",
         action="store_true",
@@ -139,16 +102,12 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 def run(given: argparse.Namespace) -> int:
     """Check the expression, then run the script. Its exceptions and its exit status pass through."""
     try:
-        others = ("script", "words", "module", "dry_run", "must_attach", "runs_script")
-        settings = Settings(**{name: value for name, value in vars(given).items() if name not in others})
+        settings = Settings(**{field.name: getattr(given, field.name) for field in fields(Settings)})
         for name in Settings.variables():
             os.environ.pop(name, None)  # options of the command line win, and so do their defaults
         if missing := _missing(given):
             _complain(f"commhooks run: {missing}")
             return 2
-        if given.dry_run:
-            sys.stdout.write(plan(settings, given.script) + "\n")
-            return 0
         settings.check()  # needs no torch, and blames the command line
         settings.check_paths()
         watch(settings)  # before anything imports torch, because scripts import wrappers by name
@@ -227,111 +186,6 @@ def _create(settings: Settings) -> None:
     for name, option in (spec.options or {}).items():
         if option.hook:
             create(options[name])
-
-
-def plan(settings: Settings, script: str) -> str:
-    """Return the resolved expression, its treatment of some usual shapes on 2 ranks, and the plan of the run, as text.
-
-    Raises:
-        UnknownHookError, AmbiguousHookError, PluginLoadError, HookConfigError: as :func:`commhooks.create`.
-    """
-    settings.check()
-    handle, lines = _resolved(settings)
-    lines += [*_of_run(settings, script), *_planned(settings, handle)]
-    return _in_columns(["dry run: nothing was executed", *lines])
-
-
-def _resolved(settings: Settings) -> tuple["CommHook | None", list[str]]:
-    """Return the hook that reduces, and the lines of the expression. An outer optimizer may have no hook."""
-    from commhooks import REGISTRY, create, unparse
-
-    if settings.outer:
-        spec, options = REGISTRY.outer(settings.outer)
-        hook = next((options[name] for name, one in (spec.options or {}).items() if one.hook), "")
-        node = {"hook": spec.name, "provider": spec.provider, "config": options}
-        lines = [f"outer     {settings.outer}", f"resolved  {unparse(node)}", f"round     {_round_text(options)}"]
-        return create(hook) if hook else None, lines
-    if not settings.hook:
-        return None, []
-    handle = create(settings.hook)
-    rest = {k: v for k, v in handle.full.items() if k not in ("hook", "version")}
-    resolved = {"hook": handle.config["hook"], **rest}
-    return handle, [f"hook      {handle.expr}", f"resolved  {unparse(_without_versions(resolved))}"]
-
-
-def _of_run(settings: Settings, script: str) -> list[str]:
-    """Return the lines of the script, its models, and the files of the run."""
-    from commhooks import REGISTRY, create
-
-    wraps = REGISTRY.wraps()
-    if settings.outer:
-        wraps = sorted({name.rpartition(".")[2] for name in REGISTRY.local_gradients()})
-    pattern = settings.module_pattern
-    chosen = "" if pattern == "*" else f", if a class name matches {pattern!r}"
-    lines = []
-    if settings.gather:
-        lines.append(f"gather    {create(settings.gather).expr}, on the weight gathers of FSDP2 models")
-    lines += [
-        f"script    {script}",
-        f"models    each model that the script wraps by {', '.join(wraps[:-1])} or {wraps[-1]}{chosen}",
-        f"report    standard error{f', and {settings.report} as JSON' if settings.report else ''}",
-        f"state     {f'{settings.state}, every {settings.state_every} steps' if settings.state else 'not written'}",
-    ]
-    if settings.trace:
-        lines.append(f"trace     one file for each model in {settings.trace}")
-    if settings.check_ranks_every:
-        compared = f"compared every {settings.check_ranks_every} steps; {settings.on_drift} if they differ"
-        alone = settings.gather and not settings.hook
-        lines.append(
-            f"ranks     {'not compared, because --gather alone attaches no hook to gradients' if alone else compared}"
-        )
-    return lines
-
-
-def _planned(settings: Settings, handle: "CommHook | None") -> list[str]:
-    """Return the lines of the planned bytes, or of the reason why there are none."""
-    from commhooks import USUAL_SHAPES, plan_shapes
-
-    if not settings.hook and not settings.outer:
-        return []
-    if handle is None:
-        return [f"plan      {settings.outer} chooses its exchange itself: its bytes are not planned"]
-    if handle.reduction is None:
-        return ["plan      a foreign hook: its bytes cannot be planned"]
-    per = "a round of all parameters" if settings.outer else "a step"
-    return [
-        f"plan      for {len(USUAL_SHAPES)} example layers (your script was not run): wire bytes that each rank sends in {per} "
-        "on 2 ranks, by model, after any warm-up, and without a hook:",
-        *(f"  {row}" for row in plan_shapes(handle.reduction)),
-    ]
-
-
-def _round_text(options: Mapping[str, Any]) -> str:
-    """Return the length of a round, and the end of the run."""
-    steps, length = options.get("steps"), f"{options.get('every')} optimizer steps"
-    if steps is not None:
-        return f"{length}; after step {steps} all ranks take one model"  # without an average if a round has just ended
-    return (
-        f"{length}; steps after the last whole round reach no other rank (give steps=N, the number of steps of the run)"
-    )
-
-
-def _in_columns(lines: list[str]) -> str:
-    """Break lines of labels and values at 80 columns. Continuations hang under the values."""
-    indent = " " * 10
-    broken = [textwrap.wrap(line, COLUMNS, subsequent_indent=indent, break_on_hyphens=False) for line in lines]
-    return "\n".join(row for rows in broken for row in rows)
-
-
-def _without_versions(node: dict[str, Any]) -> dict[str, Any]:
-    """Return a full node without versions, which an expression cannot write."""
-    made = {key: value for key, value in node.items() if key != "version"}
-    if "inner" in made:
-        inner = made["inner"]
-        made["inner"] = [_without_versions(n) for n in inner] if isinstance(inner, list) else _without_versions(inner)
-    if "rules" in made:
-        made["rules"] = [[pattern, _without_versions(rule)] for pattern, rule in made["rules"]]
-    return made
 
 
 def _run(given: argparse.Namespace) -> int:

@@ -16,16 +16,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
 from ch_run import smoke
-from ch_run.terminal import console, table
 from commhooks import (
     ADAPTERS,
     REGISTRY,
     CommHooksError,
     HookSpec,
     Node,
+    block,
     editable_roots,
     entries,
     load_target,
@@ -199,39 +197,28 @@ def _uninstalled_entry_points() -> list[str]:
     return problems
 
 
-_COLOURS = {"ok": "green", "failed": "red", "unusable": "yellow", "loaded": "dim"}
-
-
 def _show(found: dict[str, Any], verbose: bool) -> None:
-    out = console()
-    plugins = [
-        (escape(plugin["dist"]), escape(plugin["version"]), f"{plugin['seconds'] * 1e3:.1f} ms")
-        for plugin in found["plugins"]
-    ]
-    out.print(table("plugin", "version", "import time", rows=plugins, whole=("plugin", "version", "import time")))
-    out.print()
-    hooks = [
-        (f"[{_COLOURS[hook['status']]}]{hook['status']}[/]", escape(hook["id"]), hook["kind"], escape(hook["example"]))
-        for hook in found["hooks"]
-    ]
-    out.print(table("status", "hook", "kind", "tried as", rows=hooks, whole=("status", "hook", "kind")))
-    tried = [*found["hooks"], *found["commands"], *found["targets"]]
+    for plugin in found["plugins"]:
+        print(f"{plugin['dist']:<14} {plugin['version']:<8} {plugin['seconds'] * 1e3:>7.1f} ms to import")
+    print()
+    longest = max((len(hook["id"]) for hook in found["hooks"]), default=0)
+    for hook in found["hooks"]:
+        print(block(f"{hook['status']:<9} {hook['id']:<{longest}}  {hook['kind']}, {hook['example']}"))
     reasons: dict[tuple[str, str], list[str]] = {}
-    for each in tried:
+    for each in [*found["hooks"], *found["commands"], *found["targets"]]:
         if each["why"]:
             reasons.setdefault((each["status"], each["why"]), []).append(each["id"])
-    lines = [(status, ", ".join(ids), why, "") for (status, why), ids in reasons.items()]
+    for (status, why), ids in reasons.items():
+        line = f"{status}  {', '.join(ids)}: {why}"
+        print("\n" + (block(line) if status == "loaded" else line))  # users paste errors into issues, in one line
     for failure in found["failures"]:
         where = f"{failure['dist']} {failure['version']} ({failure['entry']}, {failure['phase']})"
-        lines.append(("failed", where, failure["error"], failure["traceback"]))
-    for status, where, why, trace in lines:
-        copied = status != "loaded"  # users paste errors into issues, so these are not broken into lines
-        out.print(f"\n[{_COLOURS[status]}]{status}[/] {escape(where)}: {escape(why)}", soft_wrap=copied)
-        if verbose and trace:
-            out.print(escape(trace), soft_wrap=True)
+        print(f"\nfailed  {where}: {failure['error']}")
+        if verbose and failure["traceback"]:
+            print(failure["traceback"])
     for problem in found["problems"]:
-        out.print(f"\n[red]problem[/] {escape(problem)}", soft_wrap=True)
-    out.print(f"\n{_closing(found)}")
+        print(f"\nproblem  {problem}")
+    print(f"\n{_closing(found)}")
 
 
 def _closing(found: dict[str, Any]) -> str:
@@ -239,13 +226,13 @@ def _closing(found: dict[str, Any]) -> str:
 
     >>> rows = [{"status": "ok"}, {"status": "ok"}, {"status": "loaded"}]
     >>> _closing({"ok": True, "hooks": rows})
-    '[green]2 hooks ran, 1 was only loaded, no problem found[/]'
+    '2 hooks ran, 1 was only loaded, no problem found'
     """
     if not found["ok"]:
-        return "[red]something is wrong, see above[/]"
+        return "something is wrong, see above"
     counts = Counter(hook["status"] for hook in found["hooks"])
     ran, loaded, unusable = counts["ok"], counts["loaded"], counts["unusable"]
     parts = [f"{ran} hook{'s' * (ran != 1)} ran"]
     parts += [f"{loaded} {'was' if loaded == 1 else 'were'} only loaded"] if loaded else []
     parts += [f"{unusable} cannot be used here"] if unusable else []
-    return f"[green]{', '.join(parts)}, no problem found[/]"
+    return f"{', '.join(parts)}, no problem found"

@@ -1,6 +1,7 @@
 """A model of the script that `commhooks run` has found, its report and its state."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ class KeptModel(ABC):
     def kept(self) -> Kept:
         """Return the state that `--state` writes."""
 
-    def keep_state(self, folder: Path, every: int) -> None:
-        """Resume the state from a folder, and write it there after every Nth step."""
-        state = StateFolder(folder, self.kept(), every)
+    def keep_state(self, folder: Path, every: int, taken: Collection[Path] = ()) -> None:
+        """Resume the state from a folder, and write it there after every Nth step. Other models have the folders ``taken``."""
+        state = StateFolder(folder, self.kept(), every, taken)
         state.resume()
         self.state = state  # only now, because a refused resume must write no last state
 

@@ -162,10 +162,11 @@ def _optimizers(model: torch.nn.Module, name: str) -> list[torch.optim.Optimizer
         HookNotSupportedError: an optimizer averages itself, or two step one parameter.
         HookConfigError: an optimizer also steps tensors that are not the model's.
     """
+    if (
+        len(optimizers_of(model.parameters())) > 1
+    ):  # no name keeps them: one that the script has replaced may be in a cycle
+        gc.collect()
     optims = optimizers_of(model.parameters())
-    if len(optims) > 1:
-        gc.collect()  # an optimizer that the script has replaced may still live in a reference cycle
-        optims = optimizers_of(model.parameters())
     mine = {id(param) for param in model.parameters()}
     owner: dict[int, torch.optim.Optimizer] = {}
     for optim in optims:

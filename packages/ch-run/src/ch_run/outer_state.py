@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from ch_core import StoreExchange, checksum, group_timeout
 from ch_run.outer_protocol import Outer
-from ch_run.saved_states import Snapshot
+from ch_run.saved_states import Kept, Snapshot
 from commhooks import StateError
 
 
-class OuterKept:
+class OuterKept(Kept):
     """State of an outer optimizer and of the inner ones.
 
     Options of the script's optimizers, such as the learning rate, stay as the script has loaded them.
@@ -47,12 +47,10 @@ class OuterKept:
                 "resumed. Use one fragment and mix=0.0 (mix=carry without overlap), or save state_dict() of a ch_outer optimizer "
                 "on each rank in the script"
             )
-        self.expr, self._outer, self._optims = expr, outer, list(optims)
-        self._model = list(model.parameters())
-        sharded = any(hasattr(param, "to_local") for param in self._model)
-        everyone: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
-        self.group = everyone if sharded else group  # with shards, all ranks write
-        self.params = [p for one in optims[-1].param_groups for p in one["params"]]
+        self._outer, self._optims, self._model = outer, list(optims), list(model.parameters())
+        sharded = any(hasattr(param, "to_local") for param in self._model)  # all ranks write then
+        stepped = [p for one in optims[-1].param_groups for p in one["params"]]
+        super().__init__(expr, stepped, None if sharded else group)
 
     def fingerprint(self) -> str:
         return checksum(*self._model)

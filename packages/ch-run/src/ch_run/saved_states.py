@@ -2,8 +2,9 @@
 
 The script's own checkpoints know nothing of the hook. After every Nth optimizer step each rank writes its state to a file
 whose name has a checksum of the parameters. At resume the script chooses its checkpoint, and the checksum of the loaded
-parameters finds the snapshot of that step. Each file is written under a temporary name, synchronised and renamed. A
-snapshot counts only if every rank's file exists, so a process may be killed at any time.
+parameters finds the snapshot of that step. A script may mask or clamp its parameters after the step and then save. So a save
+marks the snapshot with a checksum of that moment, which finds it, too. Each file is written under a temporary name, synchronised
+and renamed. A snapshot counts only if every rank's file exists, so a process may be killed at any time.
 
     DIR/1-DistributedDataParallel/step-000000000010-3f9c2a71d0b4e865/rank-0-of-2-09aa1bc3f2d1e7c4-5c1d22aa.pt
 
@@ -22,11 +23,12 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -35,10 +37,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ch_core import StoreExchange, checksum, group_timeout, log
 from commhooks import CommHook, HookState, StateError, load_obtained, merge
 
-SAVED = "saved"  # file in the folder of a snapshot after which the script saved something
 LATEST, MARKED = 2, 5  # numbers of snapshots that stay
+_MODEL = re.compile(r"\d+-")  # folder of a model
 _SET = re.compile(r"step-(\d{12})-([0-9a-f]{16})\Z")
 _RANK = re.compile(r"rank-(\d+)-of-(\d+)-([0-9a-f]{16})-([0-9a-f]{8}|none)\.pt\Z")
+_SAVED = re.compile(r"saved-([0-9a-f]{16})\Z")  # mark of a snapshot after which the script saved something
 _RUN = re.compile(r"run-([0-9a-f]{16})-after-step-(\d{12})-([0-9a-f]{16})\Z")
 Key = tuple[int, str]
 _NONE: Key = (-1, "0" * 16)
@@ -50,6 +53,7 @@ class Snapshot:
 
     Attributes:
         stateless: True if one process trained alone, without the hook. Its file is empty.
+        saved: checksums of the parameters when the script saved something after this step.
     """
 
     folder: Path
@@ -59,6 +63,7 @@ class Snapshot:
     files: dict[int, Path] = field(default_factory=dict)
     checksums: dict[int, str] = field(default_factory=dict)
     stateless: bool = False
+    saved: set[str] = field(default_factory=set)
 
     @property
     def key(self) -> Key:
@@ -99,33 +104,41 @@ def _crc(file: BinaryIO) -> str:
     return f"{total:08x}"
 
 
-class Kept(Protocol):
+class Kept(ABC):
     """State of one model that a folder keeps.
 
-    Attributes:
+    Args:
         expr: expression of the hook or outer optimizer, for errors.
         params: parameters whose optimizer makes the steps that count.
+        group: the ranks that write, by default all.
+
+    Attributes:
         remedy: sentence for a user who saves a checkpoint that has no snapshot.
-        group: the ranks that write.
     """
 
-    expr: str
-    params: list[torch.Tensor]
-    group: dist.ProcessGroup
-    remedy: str
+    remedy = "Let --state-every divide the steps between checkpoints"
+
+    def __init__(self, expr: str, params: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+        everyone: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+        self.expr, self.params, self.group = expr, list(params), group if group is not None else everyone
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits of the parameters, by which a checkpoint of the script finds its snapshot."""
+        return checksum(*self.params)
 
     def whole(self) -> bool:
         """Return True if all ranks hold one model now, so that a checkpoint of one rank can be resumed on all."""
+        return True
 
     def progress(self) -> float:
         """Return a number that grows when a step has begun since the last one ended."""
+        return 0.0
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return this rank's state, on all ranks; None if one process trains alone, without the hook."""
+        return None
 
+    @abstractmethod
     def load(self, one: "Snapshot", rank: int, world: int) -> None:
         """Load a snapshot, on all ranks.
 
@@ -134,14 +147,12 @@ class Kept(Protocol):
         """
 
 
-class HookKept:
+class HookKept(Kept):
     """State of an attached hook.
 
     Raises:
         StateError: the hook is a foreign function with its own state, or its ranks belong to a manager.
     """
-
-    remedy = "Let --state-every divide the steps between checkpoints"
 
     def __init__(self, handle: CommHook) -> None:
         binding = handle.binding
@@ -151,16 +162,9 @@ class HookKept:
             raise StateError(
                 f"--state: a manager adds and removes ranks of {handle.expr}; save its state in the script"
             )
-        self.handle, self.expr = handle, handle.expr
-        self.params = list(binding.params)
-        everyone: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
-        self.group = everyone if binding.other_axes else binding.group  # with a mesh, all ranks write
-
-    def fingerprint(self) -> str:
-        return checksum(*self.params)
-
-    def whole(self) -> bool:
-        return True
+        # With a mesh, all ranks write.
+        super().__init__(handle.expr, binding.params, None if binding.other_axes else binding.group)
+        self.handle = handle
 
     def progress(self) -> float:
         """Return the number of backwards that the engine has finished."""
@@ -177,31 +181,8 @@ class HookKept:
             load_obtained(self.handle, lambda: merge([one.read(r) for r in range(one.world)]), world_change="mean")
 
 
-class LoneKept:
-    """Parameters of a model that one process trains alone, without its hook. More ranks find their checkpoints by them.
-
-    Args:
-        expr: expression of the hook.
-        params: trainable parameters.
-    """
-
-    remedy = HookKept.remedy
-
-    def __init__(self, expr: str, params: list[torch.Tensor]) -> None:
-        self.expr, self.params = expr, params
-        self.group: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
-
-    def fingerprint(self) -> str:
-        return checksum(*self.params)
-
-    def whole(self) -> bool:
-        return True
-
-    def progress(self) -> float:
-        return 0.0
-
-    def state_dict(self) -> None:
-        return None
+class LoneKept(Kept):
+    """Trainable parameters of a model that one process trains alone. More ranks find the hook's earlier checkpoints by them."""
 
     def load(self, one: "Snapshot", rank: int, world: int) -> None:
         log.warning(
@@ -217,16 +198,21 @@ class StateFolder:
         folder: of this model only.
         kept: the state.
         every: optimizer steps between two snapshots.
+        taken: folders of the other models of this process.
+
+    Attributes:
+        folder: the given one, or that of a model of an earlier process with the same parameters.
     """
 
-    def __init__(self, folder: Path, kept: Kept, every: int) -> None:
-        self.folder, self.kept, self.every = folder, kept, every
+    def __init__(self, folder: Path, kept: Kept, every: int, taken: Collection[Path] = ()) -> None:
+        self.folder, self.kept, self.every, self.taken = folder, kept, every, taken
         self._ids = {id(p) for p in kept.params}
         self.group = kept.group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.step = 0
         self.run = _NONE[1]
-        self._written = self._warned = self._marked = -1
+        self._written = self._warned = -1
+        self._marked: tuple[int, list[int]] = (-1, [])  # step and versions of the parameters at the last mark
         self._failed: int | None = None  # step of the last written snapshot when a write failed
         self._current = folder  # of the newest snapshot, written or resumed
         self._ended_steps = 0.0
@@ -248,19 +234,33 @@ class StateFolder:
         exchange = StoreExchange(self.group, group_timeout(self.group))
         self.run = _agree_on_run(exchange)
         self._see_one_folder(exchange)
-        found = [one for one in self.listed() if one.whole]
-        fitting = {one.key: one for one in found if self._fits(one, own)}
-        chosen = _newest_common(exchange, list(fitting))
+        found, chosen = self._fitting(exchange, own)
+        mine = self.folder
+        others = exchange("\0".join(sorted(_names(mine.parent))).encode())[0].decode().split("\0")
+        for name in [one for one in others if mine.parent / one not in (mine, *self.taken) and _MODEL.match(one)]:
+            if chosen is None:  # a script that resumes may wrap its models in another order, or only the last ones
+                self.folder = mine.parent / name
+                _, chosen = self._fitting(exchange, own, after=0)  # a new run has its own first snapshot
         if chosen is not None:
-            self._load(fitting[chosen])
-        elif not isinstance(self.kept, LoneKept) and any(row != b"0" for row in exchange(b"1" if found else b"0")):
+            self._load(chosen)
+            return self._watch()
+        self.folder = mine
+        if not isinstance(self.kept, LoneKept) and any(row != b"0" for row in exchange(b"1" if found else b"0")):
             raise StateError(self._none_fits(found))
-        else:
-            self.write()
+        self.write()
         self._watch()
+
+    def _fitting(self, exchange: StoreExchange, own: str, after: int = -1) -> tuple[list[Snapshot], Snapshot | None]:
+        """Return the whole snapshots in the folder, and the one after this step that all ranks resume."""
+        found = [one for one in self.listed() if one.whole]
+        fitting = {one.key: one for one in found if one.step > after and self._fits(one, own)}
+        chosen = _newest_common(exchange, list(fitting))
+        return found, fitting[chosen] if chosen is not None else None
 
     def _fits(self, one: Snapshot, own: str) -> bool:
         """Compare this rank's parameters. With another world size, compare the parameters of all saved ranks."""
+        if own in one.saved:
+            return True
         if one.world == self.world:
             return one.checksums[self.rank] == own
         return set(one.checksums.values()) == {own}
@@ -289,7 +289,7 @@ class StateFolder:
         self._lineage = self._lineage_of(one)
         if one.step:  # a new start is no heir of the run whose first snapshot it shares
             later = [other for other in self.listed() if other.run == one.run and other.step > one.step]
-            self._abandoned = {other.key for other in later if not (other.folder / SAVED).exists()}
+            self._abandoned = {other.key for other in later if not other.saved}
         if self.rank == 0:
             with suppress(OSError):  # a later run then removes less
                 (self.folder / f"run-{self.run}-after-{one.folder.name}").touch()
@@ -366,12 +366,13 @@ class StateFolder:
             self.write()
 
     def script_saved(self) -> None:
-        """Mark the snapshot of this step, so that it is not removed: the script saves a checkpoint."""
+        """Mark the snapshot of this step with the present parameters: the script saves a checkpoint."""
         if self._written == self.step:
-            if self._marked != self.step:
-                self._marked = self.step
+            now = (self.step, [p._version for p in self.kept.params])  # this is called for each tensor that is saved
+            if self._marked != now:
+                self._marked = now
                 with suppress(OSError):  # the script's own save must not fail by this
-                    (self._current / SAVED).touch()
+                    (self._current / f"saved-{self.kept.fingerprint()}").touch()
         elif self._warned < 0:
             self._warned = self.step
             log.warning(
@@ -408,7 +409,7 @@ class StateFolder:
 
     def _write(self) -> None:
         begun = time.perf_counter()
-        folder = self._place()
+        folder = self.folder / f"step-{self.step:012d}-{self.run}"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self.rank}-of-{self.world}-{self.kept.fingerprint()}"
         aside = folder / f"rank-{self.rank}-of-{self.world}.tmp"
@@ -429,9 +430,6 @@ class StateFolder:
         self._prune()
         log.debug("%s: %d bytes in %.1f ms", path, path.stat().st_size, 1000 * (time.perf_counter() - begun))
 
-    def _place(self) -> Path:
-        return self.folder / f"step-{self.step:012d}-{self.run}"
-
     def _prune(self) -> None:
         """Remove this rank's old files of this run and its lineage. Rank 0 also removes files of ranks beyond the world size.
 
@@ -440,7 +438,7 @@ class StateFolder:
         """
         mine = {**self._lineage, self.run: self.step}  # a faster rank writes the next step now
         there = [one for one in self.listed() if one.key in self._abandoned or one.step <= mine.get(one.run, -1)]
-        marked = [one for one in there if (one.folder / SAVED).exists()][-MARKED:]
+        marked = [one for one in there if one.saved][-MARKED:]
         kept = {*self._latest, *(one.key for one in marked), *(one.key for one in there if one.step == 0)}
         for one in there:
             if one.key in kept:
@@ -457,6 +455,8 @@ def _read_folder(one: Snapshot) -> Snapshot:
         if match:
             rank, one.world, one.stateless = int(match[1]), int(match[2]), match[4] == "none"
             one.files[rank], one.checksums[rank] = one.folder / name, match[3]
+        elif match := _SAVED.match(name):
+            one.saved.add(match[1])
     return one
 
 

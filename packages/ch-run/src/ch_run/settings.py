@@ -5,30 +5,22 @@ Standard library only, because the interpreter reads them while it starts.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from commhooks import HookConfigError
 
 PREFIX = "COMMHOOKS_"
 
 
+def _option(default: Any, metavar: str, help: str) -> Any:
+    return field(default=default, metadata={"metavar": metavar, "help": help})
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Options of `commhooks run`. Each is also a variable: `COMMHOOKS_` and the name in capitals.
-
-    Attributes:
-        hook: expression; empty with `outer`.
-        outer: expression of an outer optimizer, instead of a hook.
-        gather: expression of the hook on the weight gathers of FSDP2 models; empty for none.
-        report: file for the report as JSON; empty for none.
-        state: folder for the hook's state; empty for none.
-        state_every: optimizer steps between two snapshots of the state.
-        module_pattern: shell pattern of the models that get the hook, by class name or qualified class name.
-        single_process: True to compress in a single process.
-        check_ranks_every: steps between two comparisons of the parameters across ranks; 0 for none.
-        on_drift: `"warn"` or `"raise"` if they differ.
-        trace: folder for a trace of each model; empty for none.
 
     Example:
         >>> Settings.of({"COMMHOOKS_HOOK": "powersgd", "COMMHOOKS_STATE_EVERY": "10"}).state_every
@@ -37,17 +29,18 @@ class Settings:
         {'COMMHOOKS_HOOK': 'noop', 'COMMHOOKS_SINGLE_PROCESS': '1'}
     """
 
-    hook: str
-    report: str = ""
-    state: str = ""
-    state_every: int = 1
-    module_pattern: str = "*"
-    single_process: bool = False
-    outer: str = ""
-    gather: str = ""
-    check_ranks_every: int = 0
-    on_drift: str = "warn"
-    trace: str = ""
+    hook: str = _option("", "EXPR", "hook expression, e.g. 'powersgd(rank=4)'")
+    outer: str = _option("", "EXPR", "outer optimizer instead, e.g. 'diloco(every=30)'")
+    gather: str = _option("", "EXPR", "hook on FSDP2's weight gathers, e.g. 'quant8'")
+    report: str = _option("", "FILE", "write the report there, as JSON")
+    state: str = _option("", "DIR", "write the hook's state there; resume it")
+    state_every: int = _option(1, "N", "optimizer steps between two snapshots of the state (1)")
+    module_pattern: str = _option("*", "GLOB", "class names of the models that get the hook (*)")
+    link: str = _option("", "RATE,TIME", "slowest link between far ranks, e.g. '200mbit,80ms'")
+    single_process: bool = _option(False, "", "compress in one process, too")
+    check_ranks_every: int = _option(0, "N", "compare the parameters of all ranks every N steps")
+    on_drift: str = _option("warn", "", "what to do if they differ (warn)")
+    trace: str = _option("", "DIR", "write a trace of each model there")
 
     def __post_init__(self) -> None:
         if self.state_every < 1:
@@ -77,7 +70,7 @@ class Settings:
         given = {
             f.name: environ[PREFIX + f.name.upper()] for f in fields(Settings) if PREFIX + f.name.upper() in environ
         }
-        made: dict[str, str | int | bool] = {**given, "hook": given.get("hook", "")}
+        made: dict[str, str | int | bool] = {**given}
         for name, unit in (("state_every", "optimizer steps"), ("check_ranks_every", "steps")):
             if name in given:
                 if not given[name].isdecimal():
@@ -89,7 +82,7 @@ class Settings:
 
     def environ(self) -> dict[str, str]:
         """Return the variables that pass these settings to processes of the script."""
-        default = Settings("")
+        default = Settings()
         changed = {
             f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)
         }
@@ -104,6 +97,7 @@ class Settings:
             UnknownHookError, AmbiguousHookError, HookConfigError: as `commhooks.create`, except for options that the hook
                 declares in its code alone.
         """
+        from ch_core import Link  # imports no torch
         from commhooks import REGISTRY  # loads pluggy and every plugin module
 
         if self.hook and self.outer:
@@ -122,6 +116,13 @@ class Settings:
             raise HookConfigError(
                 "--check-ranks-every does not fit --outer: between two rounds the ranks' parameters differ by design, and the "
                 "outer optimizer itself compares them at its start. Leave it out"
+            )
+        if self.link:
+            Link.parse(self.link)
+        if self.outer and self.link:
+            raise HookConfigError(
+                f"--link {self.link} does not fit --outer, which exchanges once in many steps: give overlap= instead, as in "
+                "--outer 'streaming(every=30, overlap=3)'"
             )
         if self.outer:
             REGISTRY.outer(self.outer, declared_only=True)

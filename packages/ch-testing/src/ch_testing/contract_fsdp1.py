@@ -63,7 +63,7 @@ def run(
     if not sharded:
         function(held, grad)
         return grad
-    output = torch.empty(grad.numel() // dist.get_world_size(), dtype=grad.dtype, device="cpu")
+    output = torch.empty(grad.numel() // dist.get_world_size(), dtype=grad.dtype)
     function(held, grad, output)
     return output
 
@@ -77,9 +77,7 @@ def wanted(sharded: bool, every: torch.Tensor) -> torch.Tensor:
 def rows(n: int, seed: int) -> torch.Tensor:
     """Return every rank's gradient, ``(world, world * n)``."""
     world = dist.get_world_size()
-    return torch.randn(
-        world, world * n, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu"
-    )
+    return torch.randn(world, world * n, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def model_of(sharded: bool) -> FullyShardedDataParallel:
@@ -91,7 +89,7 @@ def model_of(sharded: bool) -> FullyShardedDataParallel:
         torch.nn.Sequential(layers, torch.nn.Linear(20, 8)),
         auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
         sharding_strategy=strategy,
-        device_id=torch.device("cpu"),
+        device_id=torch.device(torch.get_default_device().type),
         use_orig_params=True,
     )
 
@@ -100,7 +98,7 @@ def grads(model: FullyShardedDataParallel, step: int, poison: float = 1.0) -> to
     """Return this rank's gradients after one backward, as one vector."""
     model.zero_grad()
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    x = torch.randn(8, 48, generator=generator, dtype=torch.float32, device="cpu")
+    x = torch.randn(8, 48, generator=generator, dtype=torch.float32)
     (poison * model(x).square().mean()).backward()
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 

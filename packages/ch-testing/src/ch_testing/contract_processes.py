@@ -82,10 +82,10 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = torch.nn.Linear(48, 64)
-        turned = torch.randn(32, 64, dtype=torch.float32, device="cpu").t() / 8  # (64, 32), stored as (32, 64)
+        turned = torch.randn(32, 64, dtype=torch.float32).t() / 8  # (64, 32), stored as (32, 64)
         self.turned = torch.nn.Parameter(turned)
-        self.scale = torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float32, device="cpu"))
-        self.empty = torch.nn.Parameter(torch.empty(0, 3, dtype=torch.float32, device="cpu"))
+        self.scale = torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float32))
+        self.empty = torch.nn.Parameter(torch.empty(0, 3, dtype=torch.float32))
         self.last = torch.nn.Linear(32, 101)
         self.late = torch.nn.Linear(32, 64)
 
@@ -106,7 +106,7 @@ def backward(model: DistributedDataParallel, step: int, late: bool = True, micro
     model.zero_grad()
     for number in range(micro):
         generator = torch.Generator().manual_seed(1000 * step + 10 * number + dist.get_rank())
-        x = torch.randn(8, 48, generator=generator, dtype=torch.float32, device="cpu")
+        x = torch.randn(8, 48, generator=generator, dtype=torch.float32)
         with model.no_sync() if number < micro - 1 else nullcontext():
             model(x, late).backward()
     return grads(model)
@@ -211,7 +211,7 @@ def unused(order: Order) -> None:
         if order.averages:
             everywhere_the_same(found)
         assert all(bool(g.isfinite().all()) for g in found.values())
-        assert bool(found.get("late.weight", torch.zeros(1, dtype=torch.float32, device="cpu")).any()) == (step >= 2)
+        assert bool(found.get("late.weight", torch.zeros(1, dtype=torch.float32)).any()) == (step >= 2)
 
 
 def views(order: Order) -> None:
@@ -348,8 +348,8 @@ def conserved(order: Order) -> None:
             bare.zero_grad()
             left_out = -1 if order.mixes and step >= 6 else (rank + step) % 3  # after the join one rank is left
             for micro in range(2):
-                chance = torch.Generator("cpu").manual_seed(100 * step + 10 * micro + rank)
-                x = torch.randn(8, 64, generator=chance, dtype=torch.float32, device="cpu")
+                chance = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+                x = torch.randn(8, 64, generator=chance, dtype=torch.float32)
                 with model.no_sync() if micro == 0 else nullcontext():
                     model(x, left_out).backward()
                 bare(x, left_out).backward()

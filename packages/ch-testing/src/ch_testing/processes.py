@@ -21,6 +21,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from ch_testing import rank_device
+
 PRELOAD = (
     "torch",
     "torch.distributed",
@@ -72,7 +74,8 @@ class _Order:
     world_size: int
     args: tuple[Any, ...]
     folder: str
-    backend: str | None
+    group: bool
+    device: str
     group_timeout: float
     enter: Callable[[int], object] | None
 
@@ -84,8 +87,9 @@ class Ranks:
         target: module-level function, called as ``target(rank, world_size, *args)``.
         world_size: number of ranks.
         *args: passed to ``target``. They must be picklable.
-        backend: of the default process group, which exists when ``target`` is called. ``"nccl"`` gives rank r GPU r.
-            ``None`` makes no group; ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are set.
+        group: True if the default process group exists when ``target`` is called. Its back end is that of the device.
+            With False, ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are set instead.
+        device: of the ranks, one of :data:`ch_testing.rank_device.CHOICES`; by default that of ``pytest --device``.
         group_timeout: of the process group, in seconds.
         enter: called as ``enter(rank)`` in the rank before anything else.
         preload: more modules for the server to import. Only the first call in a process can choose them.
@@ -103,13 +107,15 @@ class Ranks:
         target: Callable[..., Any],
         world_size: int,
         *args: Any,
-        backend: str | None = "gloo",
+        group: bool = True,
+        device: str | None = None,
         group_timeout: float = 30.0,
         enter: Callable[[int], object] | None = None,
         preload: Iterable[str] = (),
     ) -> None:
         self.target, self.world_size, self.args = target, world_size, args
-        self.backend, self.group_timeout, self.enter = backend, group_timeout, enter
+        self.group, self.device = group, rank_device.chosen() if device is None else device
+        self.group_timeout, self.enter = group_timeout, enter
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*PRELOAD, *preload])
         self._processes: dict[int, BaseProcess] = {}
@@ -140,7 +146,8 @@ class Ranks:
             self.world_size,
             self.args,
             self._folder.name,
-            self.backend,
+            self.group,
+            self.device,
             self.group_timeout,
             self.enter,
         )
@@ -218,7 +225,6 @@ def spawn(
     timeout: float = 60.0,
     group_timeout: float = 30.0,
     expect_exit: Mapping[int, int] | None = None,
-    backend: str | None = "gloo",
     **options: Any,
 ) -> list[Any]:
     """Run ``target(rank, world_size, *args)`` on N ranks and return the result of each rank.
@@ -232,7 +238,6 @@ def spawn(
         timeout: seconds after which every rank is killed and ``TimeoutError`` is raised.
         group_timeout: of the process group, in seconds.
         expect_exit: rank -> exit code (negative for a signal) of ranks that are meant to die. Their result is ``None``.
-        backend: see :class:`Ranks`.
         **options: further options of :class:`Ranks`.
 
     Raises:
@@ -247,7 +252,7 @@ def spawn(
             failed.append(result)
         return bool(failed)
 
-    with Ranks(target, world_size, *args, backend=backend, group_timeout=group_timeout, **options) as ranks:
+    with Ranks(target, world_size, *args, group_timeout=group_timeout, **options) as ranks:
         results = ranks.wait(timeout, fails)
         if failed:
             first = ranks.first_error()
@@ -266,6 +271,7 @@ def _run(order: _Order) -> None:
     try:
         if order.enter is not None:
             order.enter(order.rank)
+        rank_device.enter(order.device, order.rank, order.world_size)
         leave = _join_group(order)
         value = order.target(order.rank, order.world_size, *order.args)
         (folder / f"result{order.rank}").write_bytes(pickle.dumps(value))
@@ -291,7 +297,7 @@ def _end_with_parent() -> None:
 def _join_group(order: _Order) -> Callable[[], None]:
     """Make the default process group, and return the function that leaves it."""
     names = {"RANK": order.rank, "LOCAL_RANK": order.rank, "WORLD_SIZE": order.world_size}
-    if order.backend is None:
+    if not order.group:
         os.environ.update({name: str(value) for name, value in names.items()})
         return lambda: None
     import torch
@@ -299,10 +305,8 @@ def _join_group(order: _Order) -> Callable[[], None]:
     from torch._C._distributed_c10d import FileStore
 
     torch.set_num_threads(1)  # ranks share the cores
-    if "nccl" in order.backend:
-        torch.accelerator.set_device_index(order.rank)
     dist.init_process_group(
-        order.backend,
+        rank_device.backend(),
         store=FileStore(str(Path(order.folder, "store")), order.world_size),
         rank=order.rank,
         world_size=order.world_size,

@@ -258,7 +258,7 @@ class TracedTransport:
     def __init__(self, inside: Transport, trace: EngineTrace, scope: str = "all") -> None:
         self.inside, self._trace, self._scope = inside, trace, scope
         self.rank, self.world_size = inside.rank, inside.world_size
-        self.free, self.elastic = inside.free, inside.elastic
+        self.free, self.elastic, self.link = inside.free, inside.elastic, inside.link
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inside, name)

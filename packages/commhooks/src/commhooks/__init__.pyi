@@ -82,6 +82,7 @@ from commhooks.checkpoint.save_load import load_obtained as load_obtained
 from commhooks.checkpoint.save_load import load_state_dict as load_state_dict
 from commhooks.checkpoint.save_load import state_dict as state_dict
 from commhooks.checkpoint.world_change import merge as merge
+from commhooks.cli.text import block as block
 from commhooks.cli.text import width as width
 from commhooks.composite import Composite as Composite
 from commhooks.composite import composed as composed
@@ -113,11 +114,9 @@ from commhooks.registry.registry import class_names as class_names
 from commhooks.registry.spec import HookSpec as HookSpec
 from commhooks.registry.spec import Needs as Needs
 from commhooks.registry.spec import PluginFailure as PluginFailure
-from commhooks.report.plan_table import USUAL_SHAPES as USUAL_SHAPES
 from commhooks.report.plan_table import PlanRow as PlanRow
 from commhooks.report.plan_table import node_bytes as node_bytes
 from commhooks.report.plan_table import patterns as patterns
-from commhooks.report.plan_table import plan_shapes as plan_shapes
 from commhooks.report.report import Report as Report
 from commhooks.report.report import ReportRow as ReportRow
 from commhooks.report.text import as_text as as_text

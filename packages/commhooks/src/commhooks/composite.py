@@ -136,6 +136,9 @@ class Composite(Reduction):
     def route(self, param: ParamLayout, step: int) -> str | None:
         return self.part_for(param, step).route(param, step)
 
+    def low_rank(self, param: ParamLayout, step: int) -> bool:
+        return self.part_for(param, step).low_rank(param, step)
+
     def label(self, param: ParamLayout, step: int) -> str:
         label = self.part_for(param, step).label(param, step)
         return label if len(self.parts) > 1 else f"{self.hook}({label})"

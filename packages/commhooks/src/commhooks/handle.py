@@ -16,6 +16,7 @@ from ch_core import (
     Engine,
     HookNotSupportedError,
     HookState,
+    Link,
     Plain,
     RankCheck,
     Reduction,
@@ -88,6 +89,7 @@ class CommHook:
         if isinstance(built, Reduction) and state is None:
             self.state = HookState()
         self.alone = False
+        self.link: Link | None = None  # set by attach(link=)
         self.agreement_timeout: float | None = None  # seconds; None if ranks are not compared
         self.model: Callable[[], torch.nn.Module | None] = _no_model  # a weak reference, set by attach
         self.rank_check: RankCheck | None = None  # set by attach(check_ranks_every=)
@@ -105,7 +107,8 @@ class CommHook:
 
         Ranks with equal lines run the same hook. :attr:`expr` is for people.
         """
-        return [type(self.built).__qualname__, *option_lines(self.full)]
+        far = [f"link: {self.link}"] if self.link is not None else []
+        return [type(self.built).__qualname__, *option_lines(self.full), *far]
 
     @property
     def hook_state(self) -> HookState | None:

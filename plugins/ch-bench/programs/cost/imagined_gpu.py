@@ -3,8 +3,8 @@
 Meta tensors that claim to be CUDA tensors pass through the whole engine, in a group of two with empty messages. The
 program counts kernels and copies, events that the host waits for, and other operations that make the host wait
 (``.item()``, a copy to or from pageable memory, a result whose size depends on numbers). It also finds accesses to
-memory that no wait between streams puts in order (:mod:`programs.cost.stream_order`). The GPU kit measures a real GPU
-(``docs/cuda.md``).
+memory that no wait between streams puts in order (:mod:`programs.cost.stream_order`). ``programs.cost.on_gpu`` measures a
+real GPU (``docs/cuda.md``).
 """
 
 import pkgutil
@@ -29,6 +29,18 @@ from programs.cost.kernel_launches import launches_kernel
 from programs.cost.stream_order import HOST, StreamOrder, accesses
 
 DEVICE, META = torch.device("cuda", 0), torch.device("meta")
+COMPOSITIONS = [
+    "powersgd(rank=1)",
+    "powersgd(rank=4, residual='averaged')",
+    "powersgd(rank=4, warm_start=False)",
+    "bf16_wrapper(powersgd(rank=4))",
+    "bf16_compress(accumulate='fp32')",
+    "bf16_compress(rounding='stochastic')",
+    "fp16_wrapper(powersgd(rank=4))",
+    "error_feedback(bf16_compress)",
+    "warmup(powersgd(rank=4), steps=2)",
+]
+"""Hooks that are measured with every registered one."""
 _NUMBERS = frozenset(["_local_scalar_dense", "equal", "nonzero", "_unique2", "unique_dim", "masked_select", "bincount"])
 """Operations whose result, or the size of it, must be known to the host."""
 

@@ -40,6 +40,7 @@ import torch.distributed as dist
 import commhooks
 from ch_bench import gpt, launch, record, shapes, training
 from ch_bench.links import netns
+from ch_bench.links.link import Link
 from ch_bench.pytorch_hooks import LABELS, PyTorchHook, attach_pytorch, reduction_of
 from commhooks import BucketLayout, Topology
 from commhooks.report.plan_table import node_bytes
@@ -409,7 +410,10 @@ def main(argv: list[str] | None = None) -> int:
         plan = Plan([None], args.steps or 3, 1, args.budget, args.bucket_mb)
     else:
         hooks = args.hooks or TIMED
-        rates = [rate for rate in args.link.split(",") if netns.parse_rate(rate)]
+        links = Link.parse_all(args.link)
+        if any(link.delayed for link in links):
+            parser.error(f"--link {args.link}: the limit of a node changes while it runs, so only rates are legal")
+        rates: list[str | None] = [link.text for link in links]
         plan = Plan(rates, args.steps or 1, args.rounds, args.budget, args.bucket_mb)
     for hook in hooks:
         if hook not in LABELS:

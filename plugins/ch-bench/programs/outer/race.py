@@ -1,8 +1,9 @@
 """Race against the clock: which method is first at the loss of all-reduce, over a slow link.
 
     python -m programs.outer.race --link 50mbit,200mbit,1gbit [--steps 1000] [--seeds 3] [--record]
+    python -m programs.outer.race --link 50mbit,80ms
 
-Two processes in network namespaces with shaped uplinks (needs root and iproute2) train the demo's GPT (0.85 M parameters) on
+Two processes in network namespaces with shaped links (needs root and iproute2) train the demo's GPT (0.85 M parameters) on
 text, with equal batches for every method. The learning rate is a warm-up followed by the inverse square root of the step.
 PyTorch's all-reduce trains for ``--steps``. The goal is the mean of its last three held-out losses. Each other method trains
 until it reaches the goal, or for ``--limit`` seconds; then its time is a lower bound.
@@ -40,6 +41,7 @@ from matplotlib.figure import Figure
 
 from ch_bench import gpt, launch, record, text
 from ch_bench.links import netns
+from ch_bench.links.link import Link
 from ch_testing import WorkerError
 from commhooks import HookNotSupportedError
 from programs.outer.methods import RACE, REFERENCE, Method, Running, start
@@ -57,7 +59,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description="Train until the loss of all-reduce is reached, over shaped links.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--link", default="50mbit,200mbit,1gbit", help="comma-separated rates")
+    parser.add_argument(
+        "--link",
+        default="50mbit,200mbit,1gbit",
+        help="rates, each with a round trip if it has one, as in 50mbit,80ms,1gbit",
+    )
     parser.add_argument("--steps", type=int, default=1000, help="steps of all-reduce, whose loss is the goal")
     parser.add_argument("--evaluate", type=int, default=10, help="steps between evaluations")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds of the clock for each method")
@@ -72,7 +78,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--record", action="store_true", help="write table, plots and runs to docs/measured/race.*")
     args = parser.parse_args(argv)
     try:
-        args.rates = [rate for rate in args.link.split(",") if netns.parse_rate(rate)]
+        args.links = Link.parse_all(args.link)
     except ValueError as error:
         parser.error(str(error))
     if args.steps < 3 * args.evaluate or args.evaluate < 1:
@@ -83,26 +89,28 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the missing methods link by link and print the tables. Return 1 if a rank failed."""
     args = parse(argv)
-    if reason := netns.why_not():
+    if reason := netns.why_not(*args.links):
         print(f"skipped: {reason}")
         return 0
     finished = record.FinishedRuns(args.out / "race.json")
     failed = 0
-    for seed, rate, method in itertools.product(range(args.seeds), args.rates, chosen(args.only)):
-        key = _key(args, rate, seed, method)
+    for seed, link, method in itertools.product(range(args.seeds), args.links, chosen(args.only)):
+        key = _key(args, link.text, seed, method)
         if key in finished.runs:
             continue
-        reference = finished.runs.get(_key(args, rate, seed, RACE[0]))
+        reference = finished.runs.get(_key(args, link.text, seed, RACE[0]))
         try:
-            finished.put(key, run(args, rate, seed, method, reference["goal"] if reference else None))
+            finished.put(key, run(args, link.text, seed, method, reference["goal"] if reference else None))
         except WorkerError as error:
-            print(f"{rate}, {method.label}, seed {seed}: {error}", file=sys.stderr)
+            print(f"{link.text}, {method.label}, seed {seed}: {error}", file=sys.stderr)
             failed = 1
             if method.label == REFERENCE:
                 return 1  # without it the others have no goal
             continue
         print(line(finished.runs[key]), flush=True)
-    wanted = [_key(args, rate, seed, r) for seed in range(args.seeds) for rate in args.rates for r in chosen(args.only)]
+    wanted = [
+        _key(args, link.text, seed, r) for seed in range(args.seeds) for link in args.links for r in chosen(args.only)
+    ]
     found = [finished.runs[key] for key in wanted if key in finished.runs]
     shown = tables(found)
     print(shown)
@@ -127,14 +135,14 @@ def chosen(only: list[str] | None) -> list[Method]:
     ]
 
 
-def _key(args: argparse.Namespace, rate: str, seed: int, method: Method) -> str:
+def _key(args: argparse.Namespace, link: str, seed: int, method: Method) -> str:
     model = f"{args.width}x{args.layers}, {args.batch}x{args.context}, lr {args.lr:g}"
     limit = "" if method.label == REFERENCE else f", limit {args.limit:g}"
     steps = f"{args.steps} steps by {args.evaluate}, {LOCAL_STEPS} local"
-    return f"{rate}, {model}, {steps}, seed {seed}{limit}: {method.label}"
+    return f"{link}, {model}, {steps}, seed {seed}{limit}: {method.label}"
 
 
-def run(args: argparse.Namespace, rate: str, seed: int, method: Method, goal: float | None) -> Record:
+def run(args: argparse.Namespace, link: str, seed: int, method: Method, goal: float | None) -> Record:
     """Run one method on one link and return its record. ``goal`` is ``None`` for the reference, which sets it."""
     if method.expression and VARIABLE not in os.environ:
         # All ranks of a process are forked from one server, which reads the variable when it starts.
@@ -142,17 +150,17 @@ def run(args: argparse.Namespace, rate: str, seed: int, method: Method, goal: fl
             variable(VARIABLE, method.expression),
             ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
         ):
-            return pool.submit(run, args, rate, seed, method, goal).result()
+            return pool.submit(run, args, link, seed, method, goal).result()
     path = args.out / "run.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     names = ("steps", "evaluate", "limit", "width", "layers", "batch", "context", "lr")
     settings = {name: getattr(args, name) for name in names}
-    with netns.Network(2, rate) as net:
+    with netns.Network(2, link) as net:
         verified = net.verify()
         launch.launch(worker, 2, settings, method.as_dict(), seed, goal, path, enter=net.enter)
     found: Record = json.loads(path.read_text())
     path.unlink()
-    head = {"link": rate, "verified_bits": round(verified), "seed": seed, "label": method.label, "settings": settings}
+    head = {"link": link, "verified_bits": round(verified), "seed": seed, "label": method.label, "settings": settings}
     return head | found
 
 
@@ -368,7 +376,7 @@ def draw(found: list[Record], folder: Path) -> list[Path]:
             axes.axhline(runs[REFERENCE]["goal"], color="#999999", linewidth=0.8)
             axes.set(xscale="log", xlabel=f"seconds at {link}", ylabel="held-out loss, nats")
             figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=7)
-            made.append(folder / f"race-{link}.png")
+            made.append(folder / f"race-{Link.parse(link).filename}.png")
             figure.savefig(made[-1], dpi=110)
     return made
 

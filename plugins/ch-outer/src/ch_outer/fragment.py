@@ -11,7 +11,7 @@ DiLoCo is arXiv:2311.08105. Fragments, overlap and mix come from Streaming DiLoC
 delay-corrected merge of LOSCAR-SGD, arXiv:2605.20866.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -30,28 +30,20 @@ def start_of(param: torch.Tensor) -> torch.Tensor:
     return mine.to(torch.promote_types(mine.dtype, torch.float32), copy=True)
 
 
-def divide(params: Mapping[str, torch.Tensor], fragments: int | Sequence[Sequence[str]]) -> list[list[str]]:
+def divide(params: Mapping[str, torch.Tensor], fragments: int) -> list[list[str]]:
     """Return the parameter names of each fragment.
 
     Args:
         params: parameters by name, in model order.
-        fragments: number of consecutive fragments of about equal size, or the names of each fragment.
+        fragments: number of consecutive fragments of about equal size.
 
     Raises:
-        HookConfigError: there are more fragments than parameters, or a parameter is not in exactly one fragment.
+        HookConfigError: there are more fragments than parameters.
 
     Example:
         >>> divide({"a": torch.zeros(4), "b": torch.zeros(2), "c": torch.zeros(2)}, 2)
         [['a'], ['b', 'c']]
     """
-    if not isinstance(fragments, int):
-        given = [list(part) for part in fragments]
-        odd = sorted({name for part in given for name in part} ^ set(params))
-        if odd or sum(map(len, given)) != len(params) or not all(given):
-            raise HookConfigError(
-                f"fragments= must list each parameter once and no empty fragment; the names differ in {odd[:6]}"
-            )
-        return given
     if not 1 <= fragments <= len(params):
         raise HookConfigError(f"fragments={fragments}: expected 1 to {len(params)}, the number of parameters")
     total = sum(p.numel() for p in params.values())
@@ -76,8 +68,8 @@ class Fragment:
         starts: their starts, which the outer optimizer moves.
         reducer: averages tensors of the shapes of the starts.
         mix: see :class:`.Schedule`.
-        fixed: True if the ranks stay. A rank that is alone then knows that no other rank receives the average.
-        compared: True to compare the starts of all ranks in each round, by a digest of their bits.
+        compared: further starts that are compared over all ranks with those of this fragment, by a digest of their bits in each
+            round. They belong to parameters that are about to be exchanged. ``None`` compares nothing.
 
     Attributes:
         since: number of inner steps at the start of the exchange under way, or ``None``.
@@ -91,26 +83,24 @@ class Fragment:
         starts: Mapping[str, torch.Tensor],
         reducer: Reducer,
         mix: float | str,
-        *,
-        fixed: bool = True,
-        compared: bool = False,
+        compared: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.params, self.starts, self.reducer, self.mix = dict(params), dict(starts), reducer, mix
         self.since: int | None = None
         self.settled: int | None = None
         self.landed: int | None = None
         self._exchange: PendingAverage | None = None
-        self._fixed = fixed
         self._sent_from: dict[str, torch.Tensor] = {}  # this rank's parameters when the exchange started, if needed
         # Rounding of 16-bit parameters: exact place minus parameter. Without it, the next pseudo-gradient would contain the
         # rounding, and a start that moves by less than the parameter's precision would never move.
         self._rounding: dict[str, torch.Tensor] = {}
         self._check = RankCheck(1, "raise")
         binding = reducer.handle.binding
-        if compared and binding is not None and binding.engine is not None:
+        if compared is not None and binding is not None and binding.engine is not None:
             group = binding.group
             ranks = range(reducer.world_size) if group is None else dist.get_process_group_ranks(group)
-            self._check.watch(self.starts.items, lambda: ranks)
+            own = self.starts
+            self._check.watch(lambda: {**own, **compared}.items(), lambda: ranks)
             binding.engine.rank_check = self._check
 
     # -- one round
@@ -124,7 +114,7 @@ class Fragment:
         """
         sent_from: dict[str, torch.Tensor] = {}
         error = error or self.fill()
-        if error is None and (self.mix == CARRY or self._alone):
+        if error is None and self.mix == CARRY:
             sent_from = {name: self._position(name).clone() for name in self.starts}
         self._exchange = self.reducer.start(error=error)
         self._sent_from, self.since = sent_from, count
@@ -172,9 +162,10 @@ class Fragment:
                 if drift is None or not isinstance(error, RankMismatchError):
                     raise
                 raise RankMismatchError(
-                    f"the ranks have different starts of this round ({drift}). Load the same values on all ranks. A copy that a "
-                    "rank takes of its model inside a round, where ranks hold different parameters, cannot be loaded again: put "
-                    "it back by copy_() instead of load_state_dict(), or copy the model at the end of a round"
+                    f"the ranks have different starts of this round ({drift}). Load the same values and unfreeze the same "
+                    "parameters on all ranks. A copy that a rank takes of its model inside a round, where ranks hold different "
+                    "parameters, cannot be loaded again: put it back by copy_() instead of load_state_dict(), or copy the model "
+                    "at the end of a round"
                 ) from None
 
     def miss(self) -> None:
@@ -192,16 +183,12 @@ class Fragment:
         self.receive()
         since, self.since = self.since, None
         self.landed = since
-        exact = {name: self._exact_end(name) for name in self._sent_from} if self._alone else {}
         for name, start in self.starts.items():
             start.grad = self.reducer.tensors[name]
         outer.step()
         for start in self.starts.values():
             start.grad = None
-        for name, start in self.starts.items():
-            if name in exact:
-                end, place = exact[name]
-                start.copy_(torch.where(start == end, place, start))
+        for name in self.starts:
             self._arrive(name, 0.0 if healed else self.mix)
         self._sent_from.clear()
         self.settled = since if self.mix in (0.0, CARRY) else None
@@ -227,21 +214,6 @@ class Fragment:
         self._rounding.pop(name, None)  # its dtype is outdated if the model was converted
         if mine.dtype != target.dtype:
             self._rounding[name] = target - mine
-
-    @property
-    def _alone(self) -> bool:
-        """True if this rank exchanges with itself. Groups change, so each round asks."""
-        return self._fixed and self.reducer.world_size == 1
-
-    def _exact_end(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the start after an outer step of rate 1, as computed and without rounding.
-
-        In floating point ``start - (start - p)`` differs from ``p`` if the two are far apart. A rank that is alone knows the
-        average without this rounding, which is ``p``. Rate 1 without momentum then equals the inner optimizer to the bit. Several
-        ranks do not know it, and they all must get equal bits.
-        """
-        place, start = self._sent_from[name].to(self.starts[name].dtype), self.starts[name]
-        return start - (start - place), place
 
     @property
     def waiting(self) -> bool:

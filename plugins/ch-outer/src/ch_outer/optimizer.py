@@ -6,7 +6,6 @@ which ranks, :mod:`ch_outer.shared_model` has the start, and :mod:`ch_outer.roun
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from os import PathLike
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from ch_outer.rounds import Rounds
 from ch_outer.schedule import Schedule
 from ch_outer.shared_model import SharedModel
 from ch_outer.step_watch import Followed
-from ch_outer.telemetry import COLUMNS, Recorder
-from ch_trace import Writer, csv_file
 from commhooks import HookConfigError, TraceSource
 
 
@@ -37,7 +34,8 @@ class OuterOptimizer(InnerOptimizer):
     Every rank makes the same number of ``step()`` calls, because these calls send the messages. Parameters, frozen ones too, and
     averaged buffers must be equal on all :class:`FixedRanks` at construction. They may differ on :class:`Members`.
 
-    Each round checks that all trainable parameters and floating-point buffers of the model are exchanged.
+    Each round checks that all trainable parameters and floating-point buffers of the model are exchanged. Parameters that are
+    unfrozen later, in the same inner step on all ranks, join in the next round, without outer momentum.
 
     Args:
         optim: the inner optimizer, of any class.
@@ -60,7 +58,7 @@ class OuterOptimizer(InnerOptimizer):
         outer: the outer optimizer of the starts, in model order. Its learning rate may be scheduled.
         count: inner steps done, skipped ones included.
         landed: exchanges that have moved a start.
-        schedule: times of the exchanges, with a number of fragments.
+        schedule: times of the exchanges.
         rounds: the exchanges.
 
     Raises:
@@ -136,6 +134,7 @@ class OuterOptimizer(InnerOptimizer):
             True if this rank has just taken over the start of a peer. Its gradients then belong to other parameters.
         """
         self.rounds.progress.began()
+        self._shared.note_thawed()
         with torch.no_grad():
             return self.rounds.meet()
 
@@ -167,7 +166,8 @@ class OuterOptimizer(InnerOptimizer):
             if self.count == finish_after:
                 self.finish()
 
-        return Followed(self, [*others, self.optim], check, self._shared.model, self.rounds.load).close
+        shared = self._shared
+        return Followed(self, [*others, self.optim], check, shared.model, self.rounds.load, shared.note_thawed).close
 
     def move(self, process_group: dist.ProcessGroup) -> None:
         """Continue over another process group, which has survivors of a lost one and new ranks.
@@ -205,7 +205,7 @@ class OuterOptimizer(InnerOptimizer):
         with torch.no_grad():
             self.rounds.finish()
         if self._warns:
-            warn_of_short_run(self.outer, self.landed // len(self._shared.fragments))
+            warn_of_short_run(self.outer, self.landed // self.schedule.fragments)
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -247,7 +247,7 @@ class OuterOptimizer(InnerOptimizer):
     def stats(self) -> dict[str, float]:
         """Return the sum of all exchanges' figures (see :meth:`commhooks.CommHook.stats`), and ``rounds_done``."""
         rows = [reducer.stats() for reducer in self._shared.reducers]
-        whole = float(self.landed // len(self._shared.fragments))
+        whole = float(self.landed // self.schedule.fragments)
         return {key: sum(row[key] for row in rows) for key in rows[0]} | {"rounds_done": whole}
 
     def trace_source(self) -> TraceSource:
@@ -267,34 +267,6 @@ class OuterOptimizer(InnerOptimizer):
         expr = self._shared.fragments[0].reducer.handle.expr
         hook = f"outer optimizer, exchange={expr}"
         return TraceSource(engines, hook, groups, model=self._shared.model, during="inner steps")
-
-    def record(self, to: "Writer | str | PathLike[str]", *, every: int = 1, rank: int | None = 0) -> Recorder:
-        """Record figures of exchanges over time, as :func:`ch_trace.record` does for the steps of a hook.
-
-        A record has ``inner_steps`` so far, ``apart`` (see :meth:`report`), and since the last record ``exchange_seconds``,
-        ``payload_bytes`` and ``wire_bytes``. If the writer raises, recording ends and training continues.
-
-        Args:
-            to: called as ``to(number, figures)``, for example :func:`ch_trace.tensorboard`; or the path of a CSV file.
-            every: exchanges from one record to the next, the first one included.
-            rank: rank of the exchange that records; ``None`` if each rank does, with its own ``to``.
-
-        Returns:
-            The recording, to close or to use as a ``with`` block.
-        """
-        if every < 1:
-            raise ValueError(f"every={every}: expected a number of exchanges, at least 1")
-        write: Writer = to if callable(to) else csv_file(to, COLUMNS)
-        watchers = self.rounds.progress.watchers
-        recorder = Recorder(write, every, self._totals, watchers)
-        if rank is None or self._shared.fragments[0].reducer.rank == rank:
-            watchers.append(recorder.landed)
-        return recorder
-
-    def _totals(self) -> dict[str, float]:
-        stats = self.stats()
-        found = {name: stats[name] for name in ("payload_bytes", "wire_bytes")}
-        return {**found, "exchange_seconds": self.rounds.progress.seconds, "inner_steps": float(self.count)}
 
     def report(self) -> dict[str, Any]:
         """Return figures for people, as plain values.

@@ -106,9 +106,9 @@ def check_parameters(
     known = {id(param) for param in exchanged.values()}
     if missing := [name for name, param in parameters_of(model)[0].items() if id(param) not in known]:
         raise HookConfigError(
-            f"{missing[:4]} require gradients and are not exchanged, because they were added, replaced or unfrozen after the "
-            "OuterOptimizer was made. Call finish() first, change the model in the same way on all ranks, then make another "
-            "OuterOptimizer"
+            f"{missing[:4]} require gradients and are not exchanged, because they were added or replaced after the "
+            "OuterOptimizer was made, or unfrozen where ranks do not compare starts (a manager, verify_ranks=False). Call "
+            "finish() first, change the model in the same way on all ranks, then make another OuterOptimizer"
         )
     _refuse_foreign(model, optim, known)
 

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -22,12 +22,11 @@ class Progress:
         apart: of the latest rounds, the distance of this rank's parameters from the mean of all ranks at its arrival, divided by
             the norm of the start. A lossy exchange adds its error.
         exchanging: seconds in which steps waited for exchanges.
-        watchers: called with number and distance of each exchange that has landed.
 
     Example:
         >>> progress = Progress()
         >>> for distance in [0.1] * 5 + [0.3] * 5:
-        ...     progress.landed(1, distance)
+        ...     progress.landed(distance)
         >>> progress.figures()["apart_growth"]
         3.0
     """
@@ -35,40 +34,29 @@ class Progress:
     def __init__(self) -> None:
         self.apart: deque[float] = deque(maxlen=ROUNDS)
         self.exchanging = 0.0
-        self.watchers: list[Callable[[int, float], None]] = []
         self._began: float | None = None
         self._first: list[float] = []
         self._warned = False
-        self._inside: float | None = None  # begin of the present exchange
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
         """Count the time inside as time in an exchange."""
-        begun = self._inside = time.perf_counter()
+        begun = time.perf_counter()
         if self._began is None:
             self._began = begun
         try:
             yield
         finally:
-            self._inside = None
             self.exchanging += time.perf_counter() - begun
-
-    @property
-    def seconds(self) -> float:
-        """Seconds in exchanges, the running one included."""
-        inside = self._inside
-        return self.exchanging + (time.perf_counter() - inside if inside is not None else 0.0)
 
     def began(self) -> None:
         """Start the clock of the share of time in exchanges, at the first inner step."""
         if self._began is None:
             self._began = time.perf_counter()
 
-    def landed(self, number: int, apart: float) -> None:
+    def landed(self, apart: float) -> None:
         """Note the distance of one exchange, and warn once if distances have grown. It is NaN if parameters are not finite."""
         self.apart.append(apart)
-        for watcher in list(self.watchers):
-            watcher(number, apart)
         if apart != apart:
             return
         if len(self._first) < FEW:

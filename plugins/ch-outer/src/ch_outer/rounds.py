@@ -33,6 +33,7 @@ class Rounds(ABC):
     def __init__(self, shared: SharedModel) -> None:
         self.shared, self.schedule, self.progress = shared, shared.schedule, Progress()
         self.count = self.landed = self.takeovers = self.together = 0
+        self._thawed: list[str] = []  # thawed parameters whose starts the exchange under way compares
         self._failure: Exception | None = None  # of an outer step that failed on this rank alone
 
     # -- decisions of the ranks
@@ -79,6 +80,7 @@ class Rounds(ABC):
         """Begin at parameters of these identities, which the script has just loaded on all ranks."""
         for fragment in self.shared.fragments:
             fragment.load(loaded)
+        self.shared.thawed.clear()  # the next step notes them again
         self.together = self.count
 
     def in_flight(self) -> list[tuple[int, int]]:
@@ -94,11 +96,15 @@ class Rounds(ABC):
         landed = self.shared.fragments[index].landed
         if landed is not None:
             return landed
-        return self.schedule.last(index, max(0, self.count - self.schedule.overlap))  # also after a state was loaded
+        return self.schedule.last(
+            min(index, self.schedule.fragments - 1), max(0, self.count - self.schedule.overlap)
+        )  # also after a state was loaded
 
     def _start_due(self) -> None:
+        last, every = self.schedule.fragments - 1, len(self.shared.fragments)
         for due in self.schedule.due(self.count):
-            self.exchange(due, overlap=self.schedule.overlap > 0)
+            for index in range(due, every if due == last else due + 1):
+                self.exchange(index, overlap=self.schedule.overlap > 0)
 
     def _advance_exchanges(self) -> None:
         """Land the exchanges that are due and advance the others, in the order of their starts, which all ranks share."""
@@ -118,6 +124,8 @@ class Rounds(ABC):
         index = self.open(due)
         if index is None:
             return self.close()
+        if index == self.schedule.fragments - 1:
+            self._thawed = [*self.shared.thawed]
         try:
             self.shared.fragments[index].begin(self.count, self._obstacle())
         except Exception:
@@ -151,8 +159,10 @@ class Rounds(ABC):
             fragment.miss()
             return False
         self.move_start(fragment, healed=self.takeovers > takeovers)
-        self.progress.landed(self.landed, apart)
+        self.progress.landed(apart)
         self.shared.buffers.put(buffers)
+        if index == self.schedule.fragments - 1 and self._thawed:
+            self.exchange(self.shared.admit(self._thawed))
         return True
 
     def move_start(self, fragment: Fragment, *, healed: bool = False) -> None:
@@ -165,7 +175,7 @@ class Rounds(ABC):
                 "differs from that of its peers. Load a state_dict() on all ranks"
             )
             raise
-        self.landed += 1
+        self.landed += fragment in self.shared.fragments[: self.schedule.fragments]
         reshard(self.shared.model)
 
     # -- state

@@ -1,6 +1,5 @@
 """Decides which fragment is exchanged after which inner step. Only the count of steps matters, so all ranks decide equally."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commhooks import HookConfigError
@@ -16,8 +15,7 @@ class Schedule:
 
     Args:
         every: inner steps between two exchanges of one fragment (H in the papers).
-        fragments: number of fragments of equal size (F), or the parameter names of each fragment. They take turns, evenly spread
-            over the H steps.
+        fragments: number of fragments of equal size (F). They take turns, evenly spread over the H steps.
         overlap: inner steps between the start of an exchange and its arrival. At 0 the step waits for the exchange.
         mix: share of a rank's own parameters that stays on arrival. 0 takes the new start, and loses the inner steps of the
             overlap. 0.5 is Streaming DiLoCo's. ``"carry"`` adds the inner steps of the overlap to the new start.
@@ -32,21 +30,21 @@ class Schedule:
     """
 
     every: int
-    fragments: int | Sequence[Sequence[str]] = 1
+    fragments: int = 1
     overlap: int = 0
     mix: float | str = 0.0
 
     def __post_init__(self) -> None:
         for name, value, least in (
             ("every", self.every, 1),
-            ("fragments", self._turns, 1),
+            ("fragments", self.fragments, 1),
             ("overlap", self.overlap, 0),
         ):
             if type(value) is not int or value < least:
                 raise HookConfigError(f"{name}={value!r}: expected an integer of at least {least}")
-        if self._turns > self.every:
+        if self.fragments > self.every:
             raise HookConfigError(
-                f"fragments={self._turns} is more than every={self.every}. Only one exchange starts after each inner step, so "
+                f"fragments={self.fragments} is more than every={self.every}. Only one exchange starts after each inner step, so "
                 "use at most as many fragments as inner steps"
             )
         if self.overlap > self.every:
@@ -59,14 +57,10 @@ class Schedule:
                 f"mix={self.mix!r}: expected a share of a rank's own parameters, 0 to 1, or {CARRY!r}"
             )
 
-    @property
-    def _turns(self) -> int:
-        return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
-
     def due(self, count: int) -> list[int]:
         """Return the fragments whose exchange starts after ``count`` inner steps."""
         place = count % self.every
-        return [f for f in range(self._turns) if (f + 1) * self.every // self._turns % self.every == place]
+        return [f for f in range(self.fragments) if (f + 1) * self.every // self.fragments % self.every == place]
 
     def last(self, fragment: int, count: int) -> int:
         """Return the number of inner steps at the start of a fragment's last exchange; 0 if it has had none.
@@ -78,7 +72,7 @@ class Schedule:
         >>> [Schedule(every=6, fragments=2).last(1, count) for count in (5, 6, 11, 13)]
         [0, 6, 6, 12]
         """
-        first = (fragment + 1) * self.every // self._turns
+        first = (fragment + 1) * self.every // self.fragments
         return first + (count - first) // self.every * self.every if count >= first else 0
 
     def common(self, count: int) -> int | None:
@@ -89,7 +83,7 @@ class Schedule:
         >>> [Schedule(every=6, overlap=1).common(count) for count in (0, 7, 8)], Schedule(every=6, mix=0.5).common(0)
         ([7, 7, 13], None)
         """
-        if self._turns > 1 or not (self.mix == 0.0 or (self.mix == CARRY and not self.overlap)):
+        if self.fragments > 1 or not (self.mix == 0.0 or (self.mix == CARRY and not self.overlap)):
             return None
         return max(1, -((self.overlap - count) // self.every)) * self.every + self.overlap
 

@@ -1,7 +1,7 @@
 """The model that all ranks share: a start for each parameter, the last average of each buffer, and the outer optimizer."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +41,7 @@ class SharedModel:
     Args:
         model: the model of this rank.
         inner: the inner optimizer.
-        schedule: its ``fragments`` may be names.
+        schedule: times of the exchanges.
         exchange: averages the pseudo-gradients.
         outer: makes the outer optimizer of the starts.
         buffers: ``"average"`` or ``"local"``.
@@ -49,8 +49,8 @@ class SharedModel:
 
     Attributes:
         params: the parameters that are exchanged, by name.
-        schedule: the schedule, with a number of fragments.
-        fragments: the fragments of the parameters, in the order of their turns.
+        fragments: the fragments of the parameters, in the order of their turns, then one for each time that parameters thawed.
+        thawed: starts of parameters that were unfrozen since the last round, by name.
         buffers: the averaged buffers.
         outer: the outer optimizer.
         facts: lines that must be equal on all ranks.
@@ -73,23 +73,51 @@ class SharedModel:
         self.model, self._inner = model, inner
         self.params = trained(model, inner)
         parts = divide(self.params, schedule.fragments)
-        self.schedule = replace(schedule, fragments=len(parts))
+        self.schedule = schedule
         starts = {name: start_of(param) for name, param in self.params.items()}
         self.outer = (outer or default_outer())(list(starts.values()))
         # A manager sends its members equal values, so only fixed ranks compare values.
         values = ranks.fixed and ranks.verify_ranks
         self.facts = facts_of(model, starts, parameters_of(model)[1], buffers, values=values)
         self.facts["outer step"] = [f"{self.schedule}, buffers={buffers}", *options_of(self.outer)]
+        # Only ranks that compare their starts learn if all of them have unfrozen the same parameters.
+        self._frozen = parameters_of(model)[1] if values else {}
+        self.thawed: dict[str, torch.Tensor] = {}
         where = ranks.reducer_options()
+        # Used in place of `self`, because a reference cycle would keep a dropped inner optimizer alive.
+        every, facts = self.params, self.facts
+
+        def fragment(mine: dict[str, torch.Tensor], thawed: Mapping[str, torch.Tensor], **options: Any) -> Fragment:
+            # Each fragment has its own reducer, so that a round of a fragment is one committed step of its state.
+            reducer = Reducer(exchange, mine, facts=facts, **options, **where)
+            return Fragment(
+                {name: every[name] for name in mine}, mine, reducer, schedule.mix, thawed if values else None
+            )
+
+        self._fragment = fragment
         self.fragments: list[Fragment] = []
         for index, names in enumerate(parts):
-            mine = {name: starts[name] for name in names}
-            # Each fragment has its own reducer, so that a round of a fragment is one committed step of its state.
+            thawed = self.thawed if index == len(parts) - 1 else {}
             turns = ranks.turns(index, len(parts))
-            reducer = Reducer(exchange, mine, facts=self.facts, rounds=turns, **where)
-            params = {name: self.params[name] for name in names}
-            self.fragments.append(Fragment(params, mine, reducer, schedule.mix, fixed=ranks.fixed, compared=values))
+            self.fragments.append(fragment({name: starts[name] for name in names}, thawed, rounds=turns))
         self.buffers = Buffers(model, buffers, **where)
+
+    def note_thawed(self) -> None:
+        """Copy the starts of parameters that the script has unfrozen. Call it before an optimizer steps.
+
+        A frozen parameter has not moved since the last round, so its value is its start on all ranks.
+        """
+        for name, param in self._frozen.items():
+            if param.requires_grad and name not in self.thawed:
+                self.thawed[name] = start_of(param)
+
+    def admit(self, names: Iterable[str]) -> int:
+        """Make a fragment of thawed parameters, on all ranks, whose starts are equal. Return its index."""
+        starts = {name: self.thawed.pop(name) for name in names}
+        self.params.update({name: self._frozen.pop(name) for name in starts})
+        self.outer.param_groups[0]["params"] += starts.values()
+        self.fragments.append(self._fragment(starts, {}))
+        return len(self.fragments) - 1
 
     @property
     def reducers(self) -> list[Reducer]:
@@ -99,7 +127,7 @@ class SharedModel:
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return pairs of a parameter or buffer of this rank and its shared value."""
         pairs = [(f.params[name], start) for f in self.fragments for name, start in f.starts.items()]
-        return pairs + self.buffers.places()
+        return [*pairs, *((self._frozen[name], start) for name, start in self.thawed.items()), *self.buffers.places()]
 
     def check_model(self) -> None:
         """Check that all trainable parameters and floating-point buffers of the model are exchanged.
@@ -107,7 +135,7 @@ class SharedModel:
         Raises:
             HookConfigError: one was added, replaced, unfrozen or removed since construction.
         """
-        check_parameters(self.model, self._inner, self.params)
+        check_parameters(self.model, self._inner, {**self.params, **{name: self._frozen[name] for name in self.thawed}})
         self.buffers.check_names()
 
     # -- checkpoints
@@ -134,6 +162,11 @@ class SharedModel:
                 "into the inner optimizer"
             )
         self.check_schedule("the state was saved with", saved["schedule"])
+        if len(self.fragments) != len(saved["fragments"]):
+            raise StateError(
+                f"the state has {len(saved['fragments'])} fragments, this model {len(self.fragments)}: one more for each time "
+                "that parameters were unfrozen later. Unfreeze them in the same rounds before you load the state"
+            )
         for fragment, state in zip(self.fragments, saved["fragments"], strict=True):
             fragment.check(state)
         self.buffers.check(saved["buffers"])

@@ -35,6 +35,7 @@ class Followed:
         after: called with no argument after each outer step.
         model: the model of the optimizers.
         loaded: called with the ids of the parameters of each module of the model that the script has loaded.
+        begins: called with no argument before each step of an optimizer.
 
     Raises:
         HookConfigError: from a step, if the optimizers step in another order.
@@ -47,8 +48,9 @@ class Followed:
         after: Callable[[], None],
         model: torch.nn.Module,
         loaded: Loaded,
+        begins: Callable[[], None],
     ) -> None:
-        self._outer, self._optims, self._after = outer, list(optims), after
+        self._outer, self._optims, self._after, self._begins = outer, list(optims), after, begins
         self._stepped: list[Optimizer] = []
         self._dropped: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._native = {id(optim): vars(optim).get(_NATIVE) for optim in self._optims}
@@ -86,6 +88,7 @@ class Followed:
                 f"optimizers of a model ({', '.join(names)}, in the order of their creation) step once each in an iteration. "
                 "Make one optimizer with several groups of parameters, or train the parts as models of their own"
             )
+        self._begins()
         drop = False
         if optim is self._optims[-1]:
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The two stages of a quantized average, each usable alone.
+"""A quantized average in two stages, each usable alone, or in one.
 
 W ranks hold W parts of equal size, and part r belongs to rank r (after ZeRO++'s qgZ, arXiv:2306.10209)::
 
@@ -10,17 +10,20 @@ The first stage alone is a reduce-scatter (:func:`reduce_scatter`), whose result
 all-reduce (:func:`all_reduce`). It costs the same number of bytes on every link for any W, and all ranks decode the same
 bytes, hence the same bits.
 
+If ranks send whole messages (:meth:`~ch_core.StepContext.sends_whole`), every rank receives all numbers of all ranks in one
+all-gather, and all decode and add the same bytes in rank order. Numbers are then rounded once.
+
 A part is a list of vectors, and each vector starts a new block. The exchange works chunk by chunk, so that each stage reads
 and writes every number in memory once.
 
-Error feedback covers both roundings. Rank i keeps the error of its first rounding, ``p_i - C(p_i)``. The owner of a part keeps
+Error feedback covers all roundings. Rank i keeps the error of its first rounding, ``p_i - C(p_i)``. The owner of a part keeps
 the error of the second rounding, ``m - C(m)``, in the same residual. It keeps W times the error, because the next average
 divides it by W. So ``applied + mean residual = sum of the averages`` holds exactly. :mod:`ch_quant.feedback` decides how much
 of the residual a step sends.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Literal
 
@@ -44,7 +47,8 @@ class TwoStageExchange:
         sizes: elements of each vector, of the whole if ``parts`` is W, of one part if it is 1.
         ctx: the step.
         device: of the vectors.
-        parts: number of parts that the vectors are cut into; 1 if every part comes with its own vectors of these sizes.
+        parts: number of parts that the vectors are cut into; 1 if every part comes with its own vectors of these sizes, or if
+            ranks send whole messages.
         rotated: True if blocks are rotated before they are rounded; ``block`` must be a power of two.
         seed: of stochastic rounding, such as the name of the first parameter.
         kernel: implementation of the arithmetic, ``"torch"`` or ``"triton"``; both send the same bytes.
@@ -103,9 +107,12 @@ class TwoStageExchange:
         return AllToAll(self._sent.view(-1), self._received.view(-1))
 
     def take(self, vectors: Vectors) -> None:
-        """Write the fp32 mean of this rank's part to ``vectors``, in their dtype."""
-        for chunk, mean in self._means():
-            scatter(vectors, chunk, self._plain(mean))
+        """Write the fp32 mean over ranks of this rank's part, or of whole messages, to ``vectors``, in their dtype."""
+        for chunk in self._own_chunks():
+            place = None if self.rotated else whole(vectors, chunk, self.codec.block)
+            mean = self._mean(chunk, place)
+            if place is None:
+                scatter(vectors, chunk, self._plain(mean))
 
     # -- the second stage
 
@@ -113,7 +120,8 @@ class TwoStageExchange:
         """Pack the mean of this rank's part, instead of :meth:`take`."""
         self._own = self._scratch("own", (self.bytes,))
         noise = self._noise("share")
-        for chunk, mean in self._means():
+        for chunk in self._own_chunks():
+            mean = self._mean(chunk)
             scales, packed = self._split(self._own, chunk)
             self._work.encode(mean, scales, packed, noise, keep=feedback is not None)
             if feedback is not None:
@@ -121,13 +129,18 @@ class TwoStageExchange:
                 feedback.keep_more(chunk, self._plain(lost).mul_(self.ctx.world_size), self._work.spare)
         return AllGather(self._own, self._received.view(-1))
 
-    def send_own(self, vectors: Vectors) -> AllGather:
-        """Pack this rank's part from its vectors. After the request, :meth:`deliver` finds every rank's part."""
+    def send_own(self, vectors: Vectors, feedback: Residuals | None = None) -> AllGather:
+        """Pack this rank's vectors. After the request, :meth:`deliver` or :meth:`take` finds those of every rank.
+
+        Args:
+            vectors: of one part.
+            feedback: as for :meth:`send`.
+        """
         self._received = self._scratch("every", (self.ctx.world_size, self.bytes))
         self._own = self._received[self.ctx.rank]
-        if self._numbers:
-            for chunk in self._chunks(self.ctx.rank):
-                self._pack(vectors, chunk, self._own, None, None)
+        noise = self._noise("send")
+        for chunk in self._own_chunks():
+            self._pack(vectors, chunk, self._own, noise, feedback)
         return AllGather(self._own, self._received.view(-1))
 
     def deliver(self, parts: Sequence[Vectors]) -> None:
@@ -142,7 +155,9 @@ class TwoStageExchange:
                     scatter(vectors, chunk, self._plain(found))
 
     def owned(self) -> frozenset[int]:
-        """Return the numbers of the vectors that have elements in this rank's part."""
+        """Return the numbers of the vectors that have elements in this rank's part, whose mean it rounds once more."""
+        if len(self.cut.parts) == 1:
+            return frozenset()
         return frozenset(piece.number for chunk in self._chunks(self.ctx.rank) for piece in chunk.pieces)
 
     # -- a chunk
@@ -170,17 +185,17 @@ class TwoStageExchange:
             lost = x.sub_(self._plain(self._work.decoded(chunk.rows, scales)))  # p - C(p)
             feedback.keep(chunk, lost, self._work.spare)
 
-    def _means(self) -> Iterator[tuple[Chunk, torch.Tensor]]:
-        """Yield each chunk of this rank's part with its mean over ranks, ``(rows, block)`` fp32, still rotated."""
-        if not self._numbers:
-            return
-        for chunk in self._chunks(self.ctx.rank):
-            total = self._work.total[: chunk.rows]
-            for number, message in enumerate(self._received):
-                parts = self._split(message, chunk)
-                # Divide before adding: the sum may overflow although the mean fits.
-                self._work.decode(*parts, out=total, factor=1.0 / self.ctx.world_size, add=number > 0)
-            yield chunk, total
+    def _own_chunks(self) -> tuple[Chunk, ...]:
+        return self._chunks(self.ctx.rank) if self._numbers else ()
+
+    def _mean(self, chunk: Chunk, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a chunk's mean over ranks, ``(rows, block)`` fp32, still rotated."""
+        total = out if out is not None else self._work.total[: chunk.rows]
+        for number, message in enumerate(self._received):
+            parts = self._split(message, chunk)
+            # Divide before adding: the sum may overflow although the mean fits.
+            self._work.decode(*parts, out=total, factor=1.0 / self.ctx.world_size, add=number > 0)
+        return total
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate a chunk back in place."""
@@ -202,7 +217,7 @@ class TwoStageExchange:
 
 
 def all_reduce(exchange: TwoStageExchange, vectors: Vectors, feedback: Residuals | None = None) -> Stages:
-    """Run both stages, and write the mean over ranks to ``vectors``, which the exchange cuts into W parts.
+    """Write the mean over ranks to ``vectors``, which the exchange cuts into W parts, or into one for whole messages.
 
     Example:
         >>> from commhooks import BucketLayout, Reduction
@@ -217,6 +232,10 @@ def all_reduce(exchange: TwoStageExchange, vectors: Vectors, feedback: Residuals
         >>> [(r.kind, r.payload_bytes) for stage in stages for r in stage]  # 4096 half bytes and 32 scales, padded to 4 parts
         [('all_to_all', 2112), ('all_gather', 2112)]
     """
+    if len(exchange.cut.parts) == 1:
+        yield exchange.send_own(vectors, feedback)
+        exchange.take(vectors)
+        return
     parts = [vectors] * exchange.ctx.world_size
     yield exchange.send(parts, [feedback] * exchange.ctx.world_size if feedback is not None else None)
     yield exchange.share(feedback)

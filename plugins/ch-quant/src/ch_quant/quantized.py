@@ -17,7 +17,7 @@ DRAWN = "drawn"
 
 
 class Quantized(QuantOptions, Reduction):
-    """Average with blocks of ``bits``-bit codes on the wire, in two stages (see :mod:`ch_quant.exchange`).
+    """Average with blocks of ``bits``-bit codes on the wire, in two stages, or in one (see :mod:`ch_quant.exchange`).
 
     Options: see :class:`~ch_quant.options.QuantOptions`. The residual in 8 bits follows LoCo (arXiv:2407.04480): it takes
     2.1 bytes a number instead of 8, and forgets about a two-hundredth of a block's largest number in a step.
@@ -75,12 +75,14 @@ class Quantized(QuantOptions, Reduction):
 
     def run(self, bucket: Bucket, ctx: StepContext) -> Stages:
         vectors = bucket.cached((self, "vectors"), lambda: [bucket.matrix(p).view(-1) for p in bucket.params])
+        sizes = [p.numel for p in bucket.params]
+        nbytes = self.codec.bytes(sum(-(-size // self.block) for size in sizes))
         exchange = TwoStageExchange(
             self.codec,
-            [p.numel for p in bucket.params],
+            sizes,
             ctx,
             bucket.device,
-            parts=ctx.world_size,
+            parts=1 if ctx.sends_whole(nbytes) else ctx.world_size,
             rotated=self.rotation is not None,
             seed=bucket.params[0].name,
             kernel=self.kernel,

@@ -25,7 +25,7 @@ from ch_core.engine.commits import Commits, StepJudge
 from ch_core.engine.drift import RankCheck
 from ch_core.engine.messages import Batch, Messenger
 from ch_core.engine.outcome import BETWEEN, DECODE, ENCODE, Progress, StepOutcome
-from ch_core.engine.schedule import TUNED, BucketPlan, CpuTuning, Schedule
+from ch_core.engine.schedule import BucketPlan, CpuTuning, Schedule
 from ch_core.engine.stats import Counters, Sampler
 from ch_core.engine.step import BucketRun, Step
 from ch_core.errors import CommHooksError, HookNotSupportedError, TransportError
@@ -46,7 +46,7 @@ class Engine:
         state: memory of the reduction; a fresh one if not given.
         timeout: seconds that one collective may take on the host.
         sends_status: False to send exactly the messages of DDP without a hook.
-        tuning: decides how messages of a CPU are sent. All ranks need the same.
+        tuning: decides how messages of a CPU are sent. All ranks need the same. By default it follows from the transport's link.
 
     Attributes:
         counters: cumulative figures, such as bytes and seconds.
@@ -68,11 +68,12 @@ class Engine:
         *,
         timeout: float | None = 60.0,
         sends_status: bool = True,
-        tuning: CpuTuning = TUNED,
+        tuning: CpuTuning | None = None,
     ) -> None:
         self.reduction, self.transport = reduction, transport
         self.state = state if state is not None else HookState()
         self.counters = Counters()
+        tuning = CpuTuning.over(transport.link) if tuning is None else tuning
         self.messenger = Messenger(transport, self.counters, timeout, tuning, reduction.name)
         self.schedule = Schedule(reduction, transport, tuning)
         self.commits = Commits(self.state.versions)
@@ -211,17 +212,20 @@ class Engine:
         if not self.in_step:  # no bucket arrived, but there is an error to send. Reports still read the buckets before
             step.outcome = StepOutcome(self.reduction.name, self.transport, late=step.outcome.take_error())
             step.participating = self.participating
+            self._local(
+                self.resolve_before_next_step
+            )  # this step has no draft, and would roll back that of the last one
         if outside is not None:
             step.outcome.fail(outside, ENCODE)
-        early = self._may_send_status_before_drain()
+        early, far = self._may_send_status_before_drain(), self._may_send_status_in_drain()
         try:
             if early:
                 self._send_status()
-            self._drain()
+            self._drain(then_status=far and not early)
             if self.sampler.recordings and self.in_step:
                 # Before the status is received. Once it has arrived, the sample must be complete.
                 self._local(partial(self.sampler.finish, self.reduction, self.state), DECODE)
-            if not early:
+            if step.outcome.progress is Progress.OPEN:
                 self._send_status()
             self._agree()
             # Not needed after an early status, because a rank that failed has sent NaN as its last message. With a callback it
@@ -335,6 +339,8 @@ class Engine:
         doubt = self.commits.begin(self.gather)
         stateful = bool(self.reduction.fields)
         outcome = StepOutcome(self.reduction.name, self.transport, check_finite=stateful, late=late)
+        if self.step.outcome.unsent is not None:
+            outcome.fail(self.step.outcome.unsent, DECODE)
         self.step = Step(outcome, self.participating, self.messenger, self.step.keep)
         if doubt is not None:
             outcome.fail(doubt, ENCODE)
@@ -384,6 +390,7 @@ class Engine:
             absent=bucket.unused,
             topology=self.schedule.topology,
             owes=step.participating or not self.transport.elastic,
+            link=self.messenger.tuning.link,
         )
         self.counters.gradient_bytes += bucket.layout.size * bucket.storage.itemsize
         self.messenger.device = bucket.storage.device
@@ -457,14 +464,21 @@ class Engine:
         if batch.error is not None:
             self.step.outcome.fail_bucket(batch.error, BETWEEN, batch.members[0][1].index)
 
-    def _drain(self) -> None:
-        """Advance every bucket until it is done. The newest is one stage behind, so it sends while the others work."""
+    def _drain(self, *, then_status: bool = False) -> None:
+        """Advance every bucket until it is done. The newest is one stage behind, so it sends while the others work.
+
+        Args:
+            then_status: send the status as soon as all stages have been asked for.
+        """
         self._start_first_stages()
         step = self.step
         newest = step.count - 1  # by number, because ranks may differ in which of the others are done
         while step.in_flight:
-            self._advance([run for run in step.in_flight if run.number < newest])
-            self._advance([run for run in step.in_flight if run.number == newest])
+            for newest_only in (False, True):
+                if then_status and all(run.due is None for run in step.in_flight):
+                    then_status = False
+                    self._send_status()
+                self._advance([run for run in step.in_flight if (run.number == newest) is newest_only])
 
     # -- the end of a step
 
@@ -477,6 +491,19 @@ class Engine:
         if not self.reduction.delivers or self._on_reduced is not None or self.transport.elastic:
             return False
         return all(run.due is None for run in self.step.in_flight)
+
+    def _may_send_status_in_drain(self) -> bool:
+        """True if ranks are far apart, and the status can travel with the last messages although code runs after them.
+
+        If this code raises, this rank raises at once, and the status of the next step tells the others. All ranks must hold
+        the same reduced numbers, because each one decides alone if they are finite.
+        """
+        if self.messenger.tuning.link is None or self._on_reduced is not None or self.messenger.device.type != "cpu":
+            return False
+        plans = [run.plan.plan for run in self.step.in_flight]
+        requests = [request for plan in plans for stage in plan for request in stage]
+        everywhere = all(one.scope == "all" and one.kind != "reduce_scatter" for one in requests)
+        return everywhere and all(one.kind != "all_to_all" for plan in plans for stage in plan[-1:] for one in stage)
 
     def _send_status(self) -> None:
         """Send this rank's part of the status. A step without collectives sends none, because no peer takes part."""

@@ -164,8 +164,8 @@ class Batch:
         run.stage, run.pending = stage + 1, self
         self._requests.extend(requests)
         self._newest = run.bucket.is_last
-        # The average of a bucket with one stage equals DDP's to the bit, so ranks add in DDP's order.
-        self._any_order = self._any_order and not plan.one_stage
+        # The average of a bucket with one stage equals DDP's to the bit, so near ranks add in DDP's order.
+        self._any_order = self._any_order and (not plan.one_stage or self._messenger.tuning.link is not None)
         self.first_bytes += plan.first_bytes
         traffic, (payload, trips) = self._messenger.counters.traffic, plan.volumes[stage]
         traffic.payload_bytes += payload
@@ -395,6 +395,7 @@ class Batch:
         self._wire_bytes += sent
         topology = getattr(whole, "topology", None)
         if topology is not None and scope != "node":
+            ring = ring and transport.link is None  # far ranks send to each other directly
             self._between_bytes += sent * topology.leaving(whole.rank, scope, ring=ring)
 
 

@@ -211,12 +211,14 @@ class StepOutcome:
 
     Attributes:
         alone: True if this rank decided without its peers.
+        unsent: exception after the status was sent. Far ranks learn of it in the next step.
         progress: its current progress.
     """
 
     __slots__ = (
         "_batch",
         "_error",
+        "_finite",
         "_late",
         "_reads_late",
         "_reported",
@@ -227,6 +229,7 @@ class StepOutcome:
         "name",
         "progress",
         "rank",
+        "unsent",
         "world_size",
     )
 
@@ -242,11 +245,13 @@ class StepOutcome:
         self.name, self.rank, self.world_size = name, transport.rank, transport.world_size
         self.check_finite, self.progress, self.alone = check_finite, progress, True
         self._error: tuple[BaseException, int] | None = None
+        self.unsent: BaseException | None = None
         self._sums: list[torch.Tensor | float] = []
         self._status: Status | None = None
         self._batch: Batch | None = None  # carries the status
         self._late = late
         self._reads_late = self._reported = False
+        self._finite = True
 
     # -- open
 
@@ -257,6 +262,8 @@ class StepOutcome:
 
     def fail(self, error: BaseException, where: int) -> None:
         """Note an exception of this rank. The first one counts."""
+        if self.progress is Progress.SENT:
+            self.unsent = self.unsent or error
         if self._error is None:
             self._error = (error, where)
 
@@ -267,8 +274,8 @@ class StepOutcome:
             log.error("[rank %d] %s raised %s of bucket %d", self.rank, self.name, WHERE[where], bucket)
 
     def check(self, reduced: Iterable[torch.Tensor]) -> None:
-        """Note if reduced numbers are finite."""
-        if self.check_finite:
+        """Note if reduced numbers are finite. After the status all ranks must hold the same ones."""
+        if self.check_finite and self.unsent is None:  # its NaN are this rank's alone
             self._sums.extend(finiteness(tensor) for tensor in reduced if tensor.is_floating_point())
 
     # -- open -> sent
@@ -300,6 +307,8 @@ class StepOutcome:
         if batch is not None:
             batch.wait(timeout)
         self._status.received()
+        self._finite = all(math.isfinite(one) for one in self._sums)  # of messages after the status
+        self._sums = []
         self.progress = Progress.DECIDED
 
     def write_nan(self, buckets: Iterable[Bucket]) -> None:
@@ -342,7 +351,7 @@ class StepOutcome:
 
     def good(self) -> bool:
         """True if no rank failed, all ranks are at the same step with the same buckets, and all reduced numbers are finite."""
-        return self._status is not None and self._status.good()
+        return self._status is not None and self._finite and self._status.good()
 
     def incomplete(self) -> bool:
         """True if a rank contributed no data."""

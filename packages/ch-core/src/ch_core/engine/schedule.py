@@ -6,6 +6,7 @@ transports that are not ``free``, most of them do not apply. A message is then s
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import torch
 
 from ch_core.bucket import Bucket, BucketLayout, ParamLayout
 from ch_core.errors import HookNotSupportedError, HookResultError
+from ch_core.link import Link
 from ch_core.reduction import Reduction, StepContext
 from ch_core.requests import StagePlan, payload_bytes, trip_bytes
 from ch_core.topology import Topology
@@ -54,11 +56,32 @@ class CpuTuning:
     # A bucket is cut into pieces of the reduction's `piece_bytes`. Arithmetic and messages of a whole bucket would wait for
     # each other.
     cuts: bool = True
+    # The link between ranks that are far apart. The engine then waits for no message before the drain, and adds in rank
+    # order. Without it a step would take a round trip for each of its buckets.
+    link: Link | None = None
 
     @classmethod
     def off(cls) -> "CpuTuning":
         """Return limits that coalesce, halve, cut and spin nothing, and exchange nothing directly."""
         return cls(-1, 0, -1, -1, math.inf, -1, 0.0, False)
+
+    @classmethod
+    def over(cls, link: Link | None) -> "CpuTuning":
+        """Return the limits for ranks on this link; the default ones without a link.
+
+        A further message costs half a round trip. So first stages are collected until they take as long, and a message is sent
+        whole to every rank unless the additional bytes take longer.
+        """
+        if link is None:
+            return TUNED
+        return cls(
+            deferred_share=math.inf,
+            coalesced_bytes=link.bytes_on_the_way,
+            direct_bytes=sys.maxsize,
+            direct_extra_bytes=int(link.bytes_on_the_way),
+            halved_from=math.inf,
+            link=link,
+        )
 
     def direct(self, size: int, world_size: int) -> bool:
         """True if a direct exchange of this many bytes costs less than a ring. Two ranks send the same bytes in both."""
@@ -234,7 +257,8 @@ class Schedule:
 
     def context(self, step: int) -> StepContext:
         """Return a step of this rank without state, for plans."""
-        return StepContext(self.transport.rank, self.transport.world_size, step, topology=self.topology)
+        transport = self.transport
+        return StepContext(transport.rank, transport.world_size, step, topology=self.topology, link=self._tuning.link)
 
     def plan(self, layout: BucketLayout, ctx: StepContext) -> BucketPlan:
         """Return the plan of buckets with this layout at this step.

@@ -2,6 +2,7 @@
 
 from ch_core.bucket import Bucket
 from ch_core.engine.messages import Messenger
+from ch_core.engine.schedule import CpuTuning
 from ch_core.engine.stats import Counters
 from ch_core.reduction import Reduction, StepContext
 from ch_core.requests import as_tuple
@@ -20,7 +21,8 @@ class StatelessEngine:
 
     def run(self, reduction: Reduction, bucket: Bucket, transport: Transport) -> None:
         """Leave the average in the bucket, or in the tensors where the reduction puts it."""
-        messenger = Messenger(transport, Counters(), name=reduction.name)
+        # PyTorch's functions add in the transport's order, so their messages are those that the reduction asked for.
+        messenger = Messenger(transport, Counters(), tuning=CpuTuning.off(), name=reduction.name)
         messenger.scratch = self._scratch
         ctx = StepContext(transport.rank, transport.world_size, scratch=self._scratch)
         try:

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ch_core.link import Link
 from ch_core.requests import Scope
 from ch_core.topology import Nodes, Topology
 
@@ -67,12 +68,14 @@ class Transport(Protocol):
         free: True if the engine may replace an all-reduce on a CPU by other collectives. All ranks must run this engine;
             a peer without a hook could not match the messages.
         elastic: True if rank and world size may change between steps, because members come and go under a manager.
+        link: slowest link between two ranks, if the user has named it.
     """
 
     rank: int
     world_size: int
     free: bool
     elastic: bool
+    link: Link | None
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work: ...
 

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ch_core.agreement import StoreExchange
 from ch_core.errors import HookTimeoutError, TransportError
+from ch_core.link import Link
 from ch_core.requests import Scope
 from ch_core.sizes import SIZES
 from ch_core.topology import Nodes, Topology, learn
@@ -92,6 +93,7 @@ class ProcessGroupTransport:
     """
 
     elastic = False
+    link: Link | None = None
     _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, free: bool = False, where: str = "") -> None:
@@ -175,9 +177,11 @@ class ProcessGroupTransport:
         groups = _sub_groups(self.group, self.topology, self.rank)
         for scope, where in _WHERE.items():
             group = groups[scope]
-            self._scoped[scope] = (
-                None if group is self.group else ProcessGroupTransport(group, free=self._free, where=where)
-            )
+            self._scoped[scope] = None if group is self.group else self.among(group, where)
+
+    def among(self, group: dist.ProcessGroup, where: str) -> "ProcessGroupTransport":
+        """Return a transport over some of the ranks."""
+        return ProcessGroupTransport(group, free=self._free, where=where)
 
     def scoped(self, scope: Scope) -> "ProcessGroupTransport":
         """Return the transport among the ranks of a scope. Only ``"all"`` works without :meth:`open_levels`."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ch_core import Engine, ProcessGroupTransport, RankCheck
+from ch_core import Engine, Link, RankCheck, transport_over
 from ch_ddp.adapter.driver import DDPDriver
 from ch_ddp.adapter.finalization import Finalizer
 from ch_ddp.adapter.foreign_driver import ForeignDriver
@@ -85,6 +85,7 @@ class DDPBinding(SlotBinding):
     ) -> None:
         super().__init__(model, names)
         self._timeout, self._given, self._group = options.timeout, options.process_group, model.process_group
+        self._link: Link | None = options.link
         self._skips_after = partial(_skips_after, self._model) if model.skip_all_reduce_unused_params else None
         slot = acquire_slot(model, self.plain)
         driver = self._make(handle)
@@ -158,7 +159,7 @@ class DDPBinding(SlotBinding):
             )
         if handle.hook_state is None:
             raise AttachError(f"{handle.expr} needs a HookState as its state, not a {type(handle.state).__name__}")
-        transport = ProcessGroupTransport(self.group, free=True)
+        transport = transport_over(self.group, self._link, free=True)
         self.engine = Engine(handle.reduction, transport, handle.hook_state, timeout=self._timeout)
         # With lazy allocation DDP frees its buckets after each backward. Kept buckets would hold that memory.
         if not getattr(self._model(), "lazy_bucket_allocation", False):

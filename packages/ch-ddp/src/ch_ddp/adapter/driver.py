@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ch_core import BucketRun, Engine, ProcessGroupTransport, SideStream
+from ch_core import BucketRun, Engine, ProcessGroupTransport, SideStream, transport_over
 from ch_ddp.adapter.arrivals import Arrivals
 from ch_ddp.adapter.finalization import Finalizer, raise_finalized
 from ch_ddp.adapter.futures import HookFuture, Promise, behind_backward, future_for
@@ -175,7 +175,8 @@ class DDPDriver:
 
     def move(self, group: dist.ProcessGroup) -> None:
         """Reduce over another process group from the next step on."""
-        self.engine.move(ProcessGroupTransport(group, free=self.engine.transport.free))
+        transport = self.engine.transport
+        self.engine.move(transport_over(group, transport.link, free=transport.free))
 
     def _take(self, bucket: Bucket, behind: bool) -> None:
         if behind:  # DDP waits for this future before its next call

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import ch_ft
 import commhooks
 from ch_core import checksum
+from ch_testing import rank_device
 
 BUCKET_CAP_MB = 0.0089  # a weight and its bias fill a bucket: three buckets of the model below
 
@@ -143,8 +144,8 @@ def build(task: Task, local: Any, module: torch.nn.Module) -> tuple[torch.nn.Mod
 def sharded(module: torch.nn.Module) -> torch.nn.Module:
     """Shard each layer over this rank alone, which is a replica group of one."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        dist.init_process_group(rank_device.backend(), store=HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(torch.get_default_device().type, (1,), mesh_dim_names=("shard",))
     for layer in (*module.children(), module):
         fully_shard(layer, mesh=mesh)
     return module
@@ -161,7 +162,6 @@ def batch(name: str, step: int) -> torch.Tensor:
         48,
         generator=torch.Generator().manual_seed(1000 * step + sum(name.encode())),
         dtype=torch.float32,
-        device="cpu",
     )
 
 

@@ -111,7 +111,7 @@ def run(
     victim = next((rank for rank, task in enumerate(tasks) if task.die), None)
     restarted = None
     deadline = time.monotonic() + limit
-    with Ranks(_replica, len(tasks), given, body, backend=None, preload=PRELOAD) as ranks:
+    with Ranks(_replica, len(tasks), given, body, group=False, preload=PRELOAD) as ranks:
         while time.monotonic() < deadline and (alive := ranks.alive()):
             time.sleep(0.02)
             if victim is not None and restarted is None and victim not in alive:

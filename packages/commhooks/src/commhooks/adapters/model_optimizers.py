@@ -29,6 +29,15 @@ class ModelOptimizers:
         self._stale = True  # True if the model may have more parameters now
         self._held: tuple[int, list[torch.Tensor]] = (0, [])
 
+    @property
+    def known(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that count so far."""
+        return list(self._seen)
+
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True if :meth:`add` has remembered this optimizer."""
+        return optimizer in self._seen
+
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember an optimizer that counts."""
         self._seen.add(optimizer)

@@ -26,6 +26,7 @@ class OptimizerSteps:
 
     Attributes:
         ever: True once an optimizer has stepped.
+        refusal: returns the error that an optimizer raises before its first step, or ``None``.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class OptimizerSteps:
         self._earlier = 0  # optimizer steps before this period
         self._steps: dict[int, int] = {}  # id(optimizer) -> its steps in this period
         self.ever = False
+        self.refusal: Callable[[torch.optim.Optimizer], BaseException | None] = lambda optimizer: None
         self.begin_period()
         this = weakref.ref(self)  # torch keeps the hooks, which must not keep this object alive
         self._hooks: list[RemovableHandle] = [
@@ -96,6 +98,8 @@ class OptimizerSteps:
         if not self._optimizers.counts(optimizer):
             return None
         error = self._late_error() if self._late_error is not None else None
+        if error is None and not self._optimizers.knows(optimizer):
+            error = self.refusal(optimizer)
         if error is not None:  # the optimizer has changed no parameter yet
             raise error
         if optimizer in self._running:

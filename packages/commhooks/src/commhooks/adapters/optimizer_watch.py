@@ -102,6 +102,13 @@ class OptimizerWatch:
         """Copy the loss scale to the host whenever the module's forward begins."""
         self._hooks.append(module.register_forward_pre_hook(_prefetch_hook(self._loss_scale)))
 
+    def refuse(self, refusal: Callable[[torch.optim.Optimizer], BaseException | None]) -> None:
+        """Raise the error that a function returns for an optimizer of the model, here or before the optimizer's first step."""
+        self._steps.refusal = refusal
+        for optimizer in self._optimizers.known if self._find is None else self._find(self._params()):
+            if (error := refusal(optimizer)) is not None:
+                raise error
+
     def close(self) -> None:
         """Remove all hooks from optimizers, parameters and modules."""
         self._steps.close()

@@ -8,6 +8,8 @@ from typing import Protocol, TypeGuard
 import torch
 import torch.distributed as dist
 
+from ch_core import Link
+
 
 class Scaler(Protocol):
     """The methods of a ``GradScaler`` that commhooks calls."""
@@ -37,6 +39,7 @@ class AttachOptions:
         manager: manager of groups that join and leave, each of which holds the whole model. :func:`manager_adapter` finds
             what reduces between the groups. ``attach`` refuses a manager unless the adapter has ``takes_manager = True``.
         facts: further lines by name that all ranks must share, of a :class:`commhooks.Reducer`.
+        link: slowest link between two ranks; ``None`` if they are near.
         rounds: function from the manager's committed steps to the number of steps in which the hook took part.
     """
 
@@ -47,6 +50,7 @@ class AttachOptions:
     verify_ranks: bool = True
     timeout: float = 1800.0
     manager: object | None = None
+    link: Link | None = None
     facts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     rounds: Callable[[int], int] | None = None
 

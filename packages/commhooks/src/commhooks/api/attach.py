@@ -8,8 +8,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ch_core import AttachError, HookNotSupportedError, RankCheck, Reduction, group_timeout, log, refuse_lost
+from ch_core import AttachError, HookNotSupportedError, Link, RankCheck, Reduction, group_timeout, log, refuse_lost
 from commhooks.adapters.base import Binding
+from commhooks.adapters.low_rank import low_rank_refusal
 from commhooks.adapters.options import AttachOptions, FindOptimizers, Scaler
 from commhooks.api.adapter_lookup import Adapter, adapter_for, one_process, unwrapped
 from commhooks.api.create import as_handle
@@ -30,6 +31,7 @@ def attach(
     verify_ranks: bool = True,
     timeout: float | None = None,
     manager: object | None = None,
+    link: str | None = None,
     single_process: bool = False,
     check_ranks_every: int | None = None,
     on_drift: Literal["warn", "raise"] = "warn",
@@ -56,6 +58,9 @@ def attach(
             unusable after a timeout.
         manager: for FSDP2, torchft's Manager. `fully_shard` runs inside a replica group, and the hook between the
             groups, which may join and leave (ch-ft). Means are over the groups that take part in a step.
+        link: rate and round trip of the slowest link between two ranks, e.g. `"200mbit,80ms"`, if ranks on CPUs are far
+            apart (from 5 ms on). A step of gloo then takes as few half round trips as it can. It changes the order in which
+            numbers are added, and how often they are rounded. `"far"` means `"200mbit,80ms"`.
         single_process: True to compress although there is one process. By default a single process trains with exact
             gradients, and the handle's `alone` is True. A foreign function is called in either case.
         check_ranks_every: steps between two comparisons of all parameters across the ranks, by a digest of their bits and
@@ -72,7 +77,8 @@ def attach(
         AttachError: the model is not wrapped. A SlotTakenError if it has a hook already.
         UnknownHookError, HookConfigError: see :func:`commhooks.create`.
         HookNotSupportedError: the model is an FSDP1 model, or `check_ranks_every` with weight gathers or a manager, whose
-            members may differ while they heal.
+            members may differ while they heal. Also with `optimizer=`, if the hook sends matrices of low rank and a Muon
+            steps them; the first step of a Muon that is not known yet raises it.
         RankMismatchError: the ranks do not agree.
         TransportError: a collective over the group failed earlier, or fails now.
 
@@ -104,7 +110,8 @@ def attach(
     group = process_group or handle.process_group
     if timeout is None:
         timeout = group_timeout(group or getattr(model, "process_group", None))
-    options = AttachOptions(group, axis, optimizer, scaler, verify_ranks, timeout, manager)
+    handle.link = Link.parse(link) if link is not None else None
+    options = AttachOptions(group, axis, optimizer, scaler, verify_ranks, timeout, manager, handle.link)
     adapter = adapter_for(model)
     if manager is not None:
         _check_manager(model, adapter, options)
@@ -112,6 +119,9 @@ def attach(
     binding = _bind(model, handle, adapter, options, alone=alone)
     try:
         _agree(model, handle, binding, options, check)
+        refusal = low_rank_refusal(handle, binding)
+        if refusal is not None and binding.watch is not None:
+            binding.watch.refuse(refusal)
         binding.after_agreement()
     except BaseException:
         handle.detach()
@@ -209,6 +219,10 @@ def _check_manager(model: torch.nn.Module, adapter: Adapter, options: AttachOpti
         raise AttachError(
             "manager= and process_group= exclude each other, because a manager makes new groups when members join or "
             "leave. Omit process_group="
+        )
+    if options.link is not None:
+        raise HookNotSupportedError(
+            "link= posts receives ahead, which needs ranks that stay, and a manager's members join and leave. Omit link="
         )
 
 

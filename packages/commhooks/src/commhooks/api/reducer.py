@@ -13,13 +13,14 @@ from ch_core import (
     Engine,
     HookConfigError,
     HookNotSupportedError,
-    ProcessGroupTransport,
+    Link,
     Reduction,
     SideStream,
     Transport,
     agree,
     group_timeout,
     refuse_lost,
+    transport_over,
 )
 from commhooks.adapters.base import Binding
 from commhooks.adapters.managed import ManagedAxis, manager_adapter
@@ -113,6 +114,7 @@ class Reducer:
             round lies between its `start_quorum()` and its `should_commit()`. That vote decides if state and average
             count. The average is over the members of the round. Members are compared in every round, and the manager sends
             a new member the shared state.
+        link: slowest link between two ranks, as for :func:`commhooks.attach`. Only over a process group.
         device: device of the averages, if it is not the device of `tensors`.
         timeout: seconds that one collective may take; by default the process group's. Not with a manager.
         verify_ranks: True to compare expression, versions, names and shapes over all ranks first.
@@ -157,6 +159,7 @@ class Reducer:
         process_group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
         manager: object | None = None,
+        link: str | None = None,
         device: torch.device | str | None = None,
         timeout: float | None = None,
         verify_ranks: bool = True,
@@ -174,6 +177,11 @@ class Reducer:
             )
         if self.handle.attached:
             raise AttachError(f"{self.handle.expr} is attached already; create another handle for this reducer")
+        if link is not None and (transport is not None or manager is not None):
+            raise HookConfigError(
+                "link= describes the ranks of a process group; a transport or a manager has its own messages"
+            )
+        self.handle.link = Link.parse(link) if link is not None else None
         self._buckets = _buckets(tensors, device)
         state = self.handle.hook_state
         assert state is not None  # noqa: S101 - every reduction has one
@@ -192,7 +200,7 @@ class Reducer:
             axis = manager_adapter(manager)(self, self.handle, options, self._layouts)
             self._engine = axis.engine
         else:
-            transport, group = _fixed(transport, process_group or self.handle.process_group)
+            transport, group = _fixed(transport, process_group or self.handle.process_group, self.handle.link)
             if timeout is None:
                 timeout = group_timeout(group) if group is not None else 60.0
             self._engine = Engine(self.handle.reduction, transport, state, timeout=timeout)
@@ -309,7 +317,7 @@ class Reducer:
             )
         refuse_lost(process_group)
         self.abandon()
-        self._engine.move(ProcessGroupTransport(process_group, free=True))
+        self._engine.move(transport_over(process_group, self._engine.transport.link, free=True))
         self._binding.group = process_group
 
     def close(self) -> None:
@@ -368,10 +376,12 @@ class Reducer:
             raise error
 
 
-def _fixed(transport: Transport | None, group: dist.ProcessGroup | None) -> tuple[Transport, dist.ProcessGroup | None]:
+def _fixed(
+    transport: Transport | None, group: dist.ProcessGroup | None, link: Link | None
+) -> tuple[Transport, dist.ProcessGroup | None]:
     """Return a transport with fixed ranks, and its process group if it has one."""
     if transport is None:
-        made = ProcessGroupTransport(group, free=True)
+        made = transport_over(group, link, free=True)
         refuse_lost(made.group)
         return made, made.group
     if transport.elastic:

@@ -10,7 +10,7 @@ from ch_core import BucketNames, Key, ParamTable, StateError
 
 FORMAT = 2
 _KEYS = ("format", "expr", "config", "world_size", "rank", "step", "params", "buckets", "fields", "entries")
-_OPTIONAL = ("nodes",)
+_OPTIONAL = ("nodes", "link")
 _LOCALITIES = ("local", "shared", "owned")
 _LONGEST = 4096  # characters of a name or an expression
 _WORLD = 1 << 20
@@ -31,6 +31,7 @@ class Saved:
     entries: dict[Key, torch.Tensor]
     buckets: BucketNames = ()
     nodes: tuple[tuple[int, ...], ...] = ()  # ranks of each node, if a hook with two levels saved the state
+    link: str = ""  # between ranks that are far apart
 
 
 def read(saved: object) -> Saved:
@@ -68,6 +69,7 @@ def read(saved: object) -> Saved:
         entries=_entries(saved["entries"], fields),
         buckets=_buckets(saved["buckets"]),
         nodes=_nodes(saved.get("nodes", [])),
+        link=_text("link", saved.get("link", "")),
     )
 
 
@@ -87,6 +89,8 @@ def as_dict(saved: Saved, entries: Mapping[str, Mapping[str, torch.Tensor]], ran
     }
     if saved.nodes:
         made["nodes"] = [list(node) for node in saved.nodes]
+    if saved.link:
+        made["link"] = saved.link
     return made
 
 

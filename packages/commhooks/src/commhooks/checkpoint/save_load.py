@@ -51,6 +51,7 @@ class CheckpointTarget:
         sums: True if the model adds the ranks' gradients, and never averages.
         elastic: True if ranks change from step to step. A residual then belongs to the replica whose file holds it.
         nodes: ranks of each node, if the hook has two levels and knows them.
+        link: between ranks that are far apart; ``None`` if it is not known yet.
     """
 
     state: HookState
@@ -62,6 +63,7 @@ class CheckpointTarget:
     sums: bool = False
     elastic: bool = False
     nodes: tuple[tuple[int, ...], ...] = ()
+    link: str | None = None
 
     @property
     def params(self) -> ParamTable:
@@ -119,6 +121,7 @@ def state_dict(hook: "CommHook | HookState") -> dict[str, Any]:
         {},
         state.identity.buckets,
         nodes=target.nodes,
+        link=target.link or "",
     )
     return as_dict(made, entries, rank)
 
@@ -223,6 +226,14 @@ def _refuse_another_hook(found: Saved, target: CheckpointTarget) -> None:
             raise StateError(f"the state was saved by {shown(found.expr)}{options}; this hook is {shown(target.expr)}")
         if not alike(found.config, target.config, ignored=()):
             log.warning("the state of %s was saved by another version of its package", target.expr)
+    if target.link is not None and found.link != target.link:
+        before, now = (f"link={one!r}" if one else "no link=" for one in (found.link, target.link))
+        log.warning(
+            "the state of %s was saved with %s, and this run has %s, so it continues with other bits",
+            target.expr,
+            before,
+            now,
+        )
     if target.reduction is not None and set(found.fields) - set(target.fields):
         raise StateError(
             f"the state of {shown(found.expr)} has the fields {shown(sorted(found.fields))}; {target.expr} keeps "
@@ -264,7 +275,8 @@ def _target(hook: "CommHook | HookState") -> CheckpointTarget:
     layout = hook.binding.layout if hook.binding is not None else None
     configured = hook.built if isinstance(hook.built, Reduction) else None
     sums = hook.binding is not None and hook.binding.sums
-    return CheckpointTarget(state, hook.expr, hook.full, configured, layout, place, sums, elastic, _nodes(engine))
+    nodes, link = _nodes(engine), _link(engine)
+    return CheckpointTarget(state, hook.expr, hook.full, configured, layout, place, sums, elastic, nodes, link)
 
 
 def _bare(state: HookState) -> CheckpointTarget:
@@ -273,7 +285,8 @@ def _bare(state: HookState) -> CheckpointTarget:
         return CheckpointTarget(state, "", None, None, None, _place(getattr(state, "process_group", None)))
     place, elastic = _where(engine)
     made = engine.reduction
-    return CheckpointTarget(state, repr(made), None, made, None, place, elastic=elastic, nodes=_nodes(engine))
+    nodes, link = _nodes(engine), _link(engine)
+    return CheckpointTarget(state, repr(made), None, made, None, place, elastic=elastic, nodes=nodes, link=link)
 
 
 def _where(engine: StateWriter) -> tuple[RankId, bool]:
@@ -286,6 +299,12 @@ def _nodes(engine: StateWriter | None) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each node of an engine with two levels."""
     topology = getattr(engine.transport, "topology", None) if engine is not None and engine.reduction.levels else None
     return topology.nodes if topology is not None else ()
+
+
+def _link(engine: StateWriter | None) -> str | None:
+    if engine is None:
+        return None
+    return str(engine.transport.link) if engine.transport.link is not None else ""
 
 
 def _place(group: dist.ProcessGroup | None) -> RankId | None:

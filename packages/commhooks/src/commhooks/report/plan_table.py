@@ -18,9 +18,7 @@ from ch_core import (
     StagePlan,
     StepContext,
     Topology,
-    trip_bytes,
 )
-from commhooks.report.text import size
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,29 +76,6 @@ def patterns(names: Sequence[str]) -> str:
     return ", ".join(f"{one} ({len(of)})" if len(of) > 1 else of[0] for one, of in counts.items())
 
 
-USUAL_SHAPES = {"linear.weight": (4096, 1024), "conv.weight": (256, 128, 3, 3), "norm.weight": (1024,)}
-
-
-def plan_shapes(reduction: Reduction, world_size: int = 2) -> list[str]:
-    """Return one line for each of some usual fp32 parameters: its treatment, and its wire bytes with the hook and without.
-
-    Wire bytes are those of a ring, in which a rank sends (W - 1) / W of the payload in each pass over the network.
-
-    Args:
-        reduction: planned at a step after its warm-up.
-        world_size: ranks.
-    """
-    lines = []
-    for name, shape in USUAL_SHAPES.items():
-        layout = BucketLayout.of_shapes({name: shape})
-        [row] = plan_rows(reduction, layout, LATER)
-        stages = reduction.plan(layout, StepContext(0, world_size, LATER))
-        sent, plain = (trips * (world_size - 1) / world_size for trips in (trip_bytes(stages), 2 * layout.size * 4))
-        reason = f" ({row.reason})" if row.reason else ""
-        lines.append(f"{name:<14} {shape!s:<18} {row.treatment}{reason}: {size(sent)} of {size(plain)}")
-    return lines
-
-
 class NodeBytes(NamedTuple):
     """Bytes that all ranks of one node send in a step.
 
@@ -141,7 +116,7 @@ def node_bytes(
     """
     # Ranks with one place plan the same requests. With one level all ranks do.
     places = topology.places if reduction.levels else topology.places[:1]
-    contexts = [StepContext(rank, topology.world_size, step, topology=topology) for rank in places]
+    contexts = [StepContext(rank, topology.world_size, step, topology=topology, link=tuning.link) for rank in places]
     plans = [[reduction.plan(layout, ctx) for ctx in contexts] for layout in layouts]
     status = RequestPlan("all_reduce", topology.world_size + 1, torch.float32)
     sent_first = _messages(((status,), ()), topology, tuning)
@@ -172,18 +147,22 @@ class _Message(NamedTuple):
 
 def _messages(plan: Sequence[StagePlan], topology: Topology, tuning: CpuTuning) -> list[_Message]:
     """Return the messages of one bucket. All-reduces of a stage with equal dtype, op, wire and scope are one message."""
-    made = []
+    made, near = [], tuning.link is None
     for stage in plan:
         reduced: dict[object, list[RequestPlan]] = {}
         for request in stage:
             if request.kind == "all_reduce":
                 reduced.setdefault((request.dtype, request.op, request.wire, request.scope), []).append(request)
             else:
-                made.append(_Message(request.scope, request.payload_bytes, request.kind != "all_to_all"))
+                ring = request.kind != "all_to_all" and (near or request.scope == "node")
+                made.append(_Message(request.scope, request.payload_bytes, ring))
         for group in reduced.values():
             first, nbytes = group[0], sum(request.payload_bytes for request in group)
             ranks = topology.size(first.scope)
-            free = len(plan) > 1 or ranks == 2 or first.wire is not None  # otherwise DDP's order of additions
+            free = (
+                len(plan) > 1 or ranks == 2 or first.wire is not None or not near
+            )  # otherwise DDP's order of additions
             direct = free and first.op != "max" and first.dtype.is_floating_point and tuning.direct(nbytes, ranks)
-            made.append(_Message(first.scope, nbytes * (ranks if direct else 2), not direct))
+            ring = not direct and (near or first.scope == "node")
+            made.append(_Message(first.scope, nbytes * (ranks if direct else 2), ring))
     return made

@@ -68,6 +68,7 @@ class Report:
         warnings: sentences on problems, e.g. that the hook never compresses this model, or that ranks have drifted apart.
         node: planned bytes of this rank's node in a step; None without a hook of two levels, which knows the nodes.
         rank_checks: sentence on the comparisons of parameters across ranks; empty if they are off.
+        link: between ranks that are far apart; empty if they are near.
     """
 
     hook: str
@@ -79,6 +80,7 @@ class Report:
     warnings: tuple[str, ...]
     node: NodeBytes | None = None
     rank_checks: str = ""
+    link: str = ""
 
     def __str__(self) -> str:
         return as_text(self.to_dict())
@@ -100,6 +102,7 @@ class Report:
             "warnings": list(self.warnings),
             "node": self.node._asdict() if self.node is not None else None,
             "rank_checks": self.rank_checks,
+            "link": self.link,
         }
 
 
@@ -128,7 +131,8 @@ def report(
     world = engine.transport.world_size
     warnings = (*drift, *_warnings(hook, binding, engine, stats))
     rank, node = engine.transport.rank, _node(engine, layouts)
-    return Report(hook, rank, world, stats, made, total, warnings, node, checks)
+    link = str(engine.transport.link or "")
+    return Report(hook, rank, world, stats, made, total, warnings, node, checks, link)
 
 
 def _node(engine: Engine, layouts: Sequence[BucketLayout]) -> NodeBytes | None:

@@ -81,9 +81,10 @@ def _title(report: Mapping[str, Any]) -> str:
     if not report["world_size"]:
         return f"{report['hook']}: a foreign hook, called {stats.get('calls', 0):.0f} times; its bytes are unknown"
     alone = report["world_size"] == 1
+    far = f" on a link of {report['link']}" if report.get("link") else ""
     sent = "0 B on the wire, because there is one rank" if alone else f"{size(stats['wire_bytes'])} sent"
     return (
-        f"{report['hook']} on rank {report['rank']} of {report['world_size']}: {stats['steps']:.0f} steps, "
+        f"{report['hook']} on rank {report['rank']} of {report['world_size']}{far}: {stats['steps']:.0f} steps, "
         f"{stats['compressed_steps']:.0f} of them compressed; {sent}; in the "
         f"hook {stats['hook_seconds']:.2f} s, {stats['wait_seconds']:.2f} s of them waiting"
     )

@@ -32,11 +32,12 @@ from ch_bench.advise.outer import rounds
 from ch_bench.advise.predict import HOOKS, LEVELED, SHARDED_HOOKS, WORTH, recorded_loss
 from ch_bench.advise.workload import find, made_by
 from ch_bench.help_text import without_trailing_spaces
-from ch_bench.links import netns
+from ch_bench.links.link import Link
 from commhooks import BucketLayout, HookConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+FAR_APART = 0.005  # seconds of a round trip from which attach(link=) helps
 Fail = Callable[[str], NoReturn]
 
 
@@ -81,17 +82,17 @@ def cluster_of(args: argparse.Namespace, fail: Fail) -> Cluster:
         fail(
             "--cluster needs --link RATE,ROUNDTRIP (25gbit,0.1ms) and --step TIME, a step without communication (250ms)"
         )
-    rate, _, trip = args.link.partition(",")
     try:
-        return Cluster(
-            int(found[1]),
-            int(found[2]),
-            netns.parse_rate(rate),
-            seconds_of(trip) if trip else 0.0,
-            netns.parse_rate(args.node_link),
-        )
+        link, node = Link.parse(args.link), Link.parse(args.node_link)
     except ValueError as error:
-        fail(f"--link and --node-link: {error}")
+        fail(str(error))
+    if not link.rate or not node.rate:
+        fail("--link and --node-link need a rate above 0, as in 25gbit")
+    if link.jitter or link.loss:
+        fail(
+            f"--link {link.text}: jitter and loss are not predicted. Omit them, or shape a link here, without --cluster"
+        )
+    return Cluster(int(found[1]), int(found[2]), link.rate, link.round_trip or 0.0, node.rate)
 
 
 def training_of(args: argparse.Namespace, fail: Fail) -> tuple[Training, str]:
@@ -210,7 +211,7 @@ def show(cluster: Cluster, training: Training, found: Answer, notes: Sequence[st
             f"{plain}. Times are in ms.\n"
         )
         console.print(Text(_verdict(found, plain), style="bold"))
-        for sentence in _reasons(training, found):
+        for sentence in _reasons(cluster, training, found):
             console.print(Padding(Text(sentence), (0, 0, 0, 2), expand=False))
         console.print("\nassumed:")
         for note in notes:
@@ -243,7 +244,7 @@ def _verdict(found: Answer, plain: str) -> str:
     )
 
 
-def _reasons(training: Training, found: Answer) -> list[str]:
+def _reasons(cluster: Cluster, training: Training, found: Answer) -> list[str]:
     made = []
     chosen = _of(found, found.recommended)
     exact = min((one for one in found.lines if not one.lossy), key=lambda one: one.seconds)
@@ -262,6 +263,11 @@ def _reasons(training: Training, found: Answer) -> list[str]:
         loss = recorded_loss(chosen.hook)
         made.append(f"It changes the gradients{f'. Recorded cost in loss: {loss}' if loss else ''}. Compare the loss.")
     best = min(found.lines, key=lambda one: one.seconds)
+    if cluster.round_trip >= FAR_APART and cluster.ranks == 1 and not training.sharded:
+        made.append(
+            f"On CPUs, commhooks.attach(link='{_word(cluster)}') or run --link sends a step in fewer half round trips than "
+            "this table has."
+        )
     outer = None if training.sharded else rounds(training.step, best.link, best.hook, best.seconds)
     if outer is not None:
         made.append(f"{outer.sentence()}.")
@@ -289,3 +295,7 @@ def _time(seconds: float) -> str:
 def _rate(bits: float) -> str:
     unit, size = ("Gbit/s", 1e9) if bits >= 1e9 else ("Mbit/s", 1e6)
     return f"{bits / size:.3g} {unit}" if bits / size < 1000 else f"{bits / size:.0f} {unit}"
+
+
+def _word(cluster: Cluster) -> str:
+    return f"{cluster.bits / 1e6:g}mbit,{cluster.round_trip * 1e3:g}ms"

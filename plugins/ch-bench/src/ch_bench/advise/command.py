@@ -47,6 +47,7 @@ from ch_bench.advise.predict import HOOKS, SHARDED_HOOKS, Advice, advise, levele
 from ch_bench.advise.workload import MODELS, check, load
 from ch_bench.help_text import HelpFormatter, without_trailing_spaces
 from ch_bench.links import netns
+from ch_bench.links.link import Link
 from ch_testing import WorkerError
 
 PARTS = (
@@ -70,7 +71,9 @@ def set_up(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], in
     parser.add_argument("--bucket-cap-mb", metavar="MB", type=float, help="bucket size of DDP (default DDP's)")
     parser.add_argument("--nproc", metavar="N", type=int, default=2, help="ranks without a launcher (default 2)")
     parser.add_argument("--nodes", metavar="NxL", help="N nodes of L ranks without a launcher, as in 2x4")
-    parser.add_argument("--link", metavar="RATE", help="shape the network between these ranks or nodes, as in 200mbit")
+    parser.add_argument(
+        "--link", metavar="LINK", help="shape the network between these ranks or nodes, as in 200mbit,80ms"
+    )
     cluster_command.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -87,7 +90,7 @@ def _checked(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argpa
         parser.error(f"{alone[0]} describes a cluster that is not here: add --cluster NxL, as in 4x8")
     args.model = args.model or "gpt"
     try:
-        netns.parse_rate(args.link or "1gbit")
+        args.shape = Link.parse(args.link) if args.link else None
     except ValueError as error:
         parser.error(str(error))
     args.each = None
@@ -112,12 +115,12 @@ def run(args: argparse.Namespace) -> int:
     if launch.under_torchrun():
         launch.run_here(worker, vars(args), None)
         return 0
-    if args.link and netns.why_not():
-        print(f"--link {args.link}: {netns.why_not()}", file=sys.stderr)
+    if args.shape and (reason := netns.why_not(args.shape)):
+        print(f"--link {args.link}: {reason}", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory(prefix="commhooks-") as folder:
         path = Path(folder, "advice.json")
-        shaped = netns.Network(args.nproc, args.link, ranks_per_node=args.each or 1) if args.link else nullcontext()
+        shaped = netns.Network(args.nproc, args.shape, ranks_per_node=args.each or 1) if args.shape else nullcontext()
         with shaped as net:
             try:
                 launch.launch(worker, args.nproc, vars(args), path, enter=net.enter if net else None)

@@ -105,6 +105,7 @@ class EmulatedTransport:
 
     free = True  # offers direct exchanges and halves, like a process group
     elastic = False
+    link = None
 
     def __init__(
         self, rank: int, world_size: int, recorder: Recorder | None = None, topology: Topology | None = None

@@ -1,6 +1,6 @@
 """Time hooks and PyTorch's own on one model, in turns in one run.
 
-    commhooks bench [--link 1gbit,200mbit] [--out DIR] [--record SECTION]
+    commhooks bench [--link 1gbit,200mbit,80ms] [--out DIR] [--record SECTION]
     commhooks bench --model my_module:make --hooks EXPR ...
 
 By default it times a GPT of 10.7 M parameters (width 384, 6 layers, batch 1 x 64 characters) with one thread per rank. Each
@@ -10,8 +10,9 @@ each block, and their interval is a bootstrap over blocks. A claim holds if the 
 
 With `--model` or `--hooks` the hooks take turns in rounds on one model, yours or one of `commhooks advise`.
 
-With `--link` the ranks are network namespaces with shaped uplinks (needs root and iproute2). A real transfer first shows
-that the links have the requested rate.
+With `--link` the ranks are network namespaces with shaped links (needs root and iproute2): a rate, and a round trip, jitter
+and loss if it has them, as in `200mbit,80ms,1% loss`. Each rate begins another link. A real transfer first shows that the
+links have the requested rate and round trip.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from ch_bench.advise.workload import check, load
 from ch_bench.cost import bench_tables
 from ch_bench.help_text import HelpFormatter
 from ch_bench.links import netns
+from ch_bench.links.link import Link
 from ch_bench.pytorch_hooks import LABELS, PyTorchHook, attach_pytorch
 from ch_testing import WorkerError
 
@@ -91,7 +93,7 @@ def set_up(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], in
     )
     parser.add_argument("--nproc", metavar="N", type=int, default=2, help="number of ranks (default 2)")
     parser.add_argument(
-        "--link", metavar="RATES", default="", help="comma-separated rates, as in 1gbit,200mbit (default loopback)"
+        "--link", metavar="LINKS", default="", help="links, as in 1gbit,200mbit,80ms (default loopback)"
     )
     parser.add_argument(
         "--budget", metavar="S", type=float, default=240.0, help="time limit for each link, in seconds (default 240)"
@@ -113,7 +115,7 @@ def set_up(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], in
 
 def _checked(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
     try:
-        args.rates = [rate for rate in args.link.split(",") if netns.parse_rate(rate)] if args.link else [None]
+        args.links = Link.parse_all(args.link) if args.link else [None]
     except ValueError as error:
         parser.error(str(error))
     if unknown := set(args.only or ()) - {c.label for c in CANDIDATES}:
@@ -131,8 +133,8 @@ def run(args: argparse.Namespace) -> int:
     """
     check(args.model or "gpt", args.hooks or [])
     console = Console(record=True, width=None if sys.stdout.isatty() else 120)
-    if args.link and netns.why_not():
-        console.print(f"skipped: --link {args.link}: {netns.why_not()}")
+    if args.link and (reason := netns.why_not(*args.links)):
+        console.print(f"skipped: --link {args.link}: {reason}")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     try:
@@ -140,8 +142,8 @@ def run(args: argparse.Namespace) -> int:
             measure_model(args, console)
             return 0
         results = []
-        for rate in args.rates:
-            results.append(measure(rate, args))
+        for link in args.links:
+            results.append(measure(link, args))
             bench_tables.show(results[-1], console)
     except WorkerError as error:
         print(error, file=sys.stderr)
@@ -153,17 +155,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(rate: str | None, args: argparse.Namespace) -> dict[str, Any]:
+def measure(link: Link | None, args: argparse.Namespace) -> dict[str, Any]:
     """Time all candidates on one link (``None`` is loopback)."""
     load_before = os.getloadavg()[0]
-    found, verified = on_link(rate, args, worker)
-    return {"link": rate, "verified_bits": verified, "load_before": load_before} | found
+    found, verified = on_link(link, args, worker)
+    return {"link": link.text if link else None, "verified_bits": verified, "load_before": load_before} | found
 
 
-def on_link(rate: str | None, args: argparse.Namespace, target: Any, *more: Any) -> tuple[dict[str, Any], float | None]:
+def on_link(
+    link: Link | None, args: argparse.Namespace, target: Any, *more: Any
+) -> tuple[dict[str, Any], float | None]:
     """Run a worker on a link and return the JSON that its rank 0 wrote, and the verified bits per second."""
-    path = args.out / f"raw-{rate or 'loopback'}.json"
-    with netns.Network(args.nproc, rate) if rate else nullcontext() as net:
+    path = args.out / f"raw-{link.filename if link else 'loopback'}.json"
+    with netns.Network(args.nproc, link) if link else nullcontext() as net:
         verified = net.verify() if net else None
         launch.launch(target, args.nproc, vars(args), *more, path, enter=net.enter if net else None)
     return json.loads(path.read_text()), verified
@@ -248,9 +252,9 @@ def measure_model(args: argparse.Namespace, console: Console) -> None:
     """Time hooks on any model; write ``model.json`` and, with matplotlib, ``model.png`` to ``args.out``."""
     hooks = list(dict.fromkeys(["noop", "allreduce", *(args.hooks or HOOKS)]))
     results = []
-    for rate in args.rates:
-        found, _ = on_link(rate, args, model_worker, hooks)
-        results.append({"link": rate or "loopback", **found})
+    for link in args.links:
+        found, _ = on_link(link, args, model_worker, hooks)
+        results.append({"link": link.text if link else "loopback", **found})
         console.print(bench_tables.model_table(results[-1]))
     (args.out / "model.json").write_text(json.dumps({"machine": record.machine(), "results": results}, indent=1))
     console.print(bench_tables.draw_model(results, args.out / "model.png"), soft_wrap=True)

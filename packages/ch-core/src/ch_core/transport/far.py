@@ -1,0 +1,257 @@
+"""Collectives between ranks that are far apart: each takes half a round trip, because its receives are posted ahead.
+
+gloo's sender asks the receiver if it is ready, unless the receive is posted already, and its collectives pass on messages
+from rank to rank. On a link of 80 ms an all-reduce of three numbers takes 160 ms, and a message whose receive is posted 40 ms.
+So every rank sends to every other one directly, and posts the next receive of a length as soon as it has read the last one.
+"""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ch_core.errors import HookNotSupportedError, HookTimeoutError, TransportError
+from ch_core.link import Link
+from ch_core.transport.base import Work
+from ch_core.transport.process_group import ProcessGroupTransport, group_timeout, refuse_lost
+
+_LONGEST = (1 << 31) - 1  # bytes of a message, because its length is its tag
+
+
+class _Receive:
+    """A posted receive into memory of the library."""
+
+    __slots__ = ("buffer", "work")
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, buffer: torch.Tensor) -> None:
+        self.buffer, self.work = buffer, group.recv([buffer], peer, buffer.numel())
+
+
+class _Exchange:
+    """Messages to and from all other ranks. They end in :meth:`wait`, which alone writes to the output."""
+
+    def __init__(
+        self,
+        posted: "PostedReceives",
+        what: str,
+        receives: dict[int, _Receive],
+        sends: list[tuple[dist.Work, torch.Tensor]],
+        read: Callable[[dict[int, torch.Tensor]], None],
+    ) -> None:
+        self.receives = receives
+        self._posted, self._what, self._sends, self._read = posted, what, sends, read
+
+    def wait(self, timeout: float | None) -> None:
+        """See :meth:`.Work.wait`."""
+        begun = time.monotonic()
+        try:
+            for work in [*(one.work for one in self.receives.values()), *(work for work, _ in self._sends)]:
+                if timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timedelta(seconds=max(begun + timeout - time.monotonic(), 0.001)))
+        except RuntimeError as error:
+            waited = time.monotonic() - begun
+            if timeout is not None and waited >= 0.95 * timeout:
+                raise HookTimeoutError(
+                    f"{self._what} was not done after {waited:.1f} s (deadline {timeout:g} s): a rank is frozen, or does not "
+                    "take part in the same collectives. Raise attach(timeout=...) if ranks are merely slow"
+                ) from error
+            raise TransportError(f"{self._what} failed: {error}") from error
+        self._read({peer: one.buffer for peer, one in self.receives.items()})
+        self._posted.end(self)
+
+    def is_completed(self) -> bool:
+        """True, because no message writes to the output before :meth:`wait`."""
+        return True
+
+
+class PostedReceives:
+    """Direct messages between all ranks of a group, with receives that are posted ahead.
+
+    The ranks start the same exchanges in the same order. So the n-th message of a length from a peer belongs to the n-th
+    receive of that length, whichever exchange it was posted for.
+
+    Args:
+        group: a gloo group in which nobody else sends.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._rank, self._world_size = group, group.rank(), group.size()
+        # (peer, length) -> receives that no exchange has taken yet, in the order of posting
+        self._ready: defaultdict[tuple[int, int], deque[_Receive]] = defaultdict(deque)
+        # Dropped exchanges stay here. gloo never ends a message whose memory is gone, nor any message after it.
+        self._running: set[_Exchange] = set()
+
+    def exchange(
+        self, what: str, parts: Sequence[torch.Tensor], read: Callable[[dict[int, torch.Tensor]], None]
+    ) -> Work:
+        """Send a part to each other rank, and receive as many bytes from it.
+
+        Args:
+            what: for texts of errors.
+            parts: contiguous CPU tensors of equal length, one for each rank. They must not change before the work ends.
+            read: copies the received bytes, by rank. The work calls it in ``wait``.
+        """
+        # Begin with the next rank, or all ranks would send to rank 0 first.
+        peers = [(self._rank + step) % self._world_size for step in range(1, self._world_size)]
+        receives = {peer: self._take(peer, parts[peer].nbytes) for peer in peers}
+        sends = []
+        for peer in peers:
+            flat = parts[peer].view(-1).view(torch.uint8)
+            sends.append((self._group.send([flat], peer, flat.numel()), flat))
+        made = _Exchange(self, what, receives, sends, read)
+        self._running.add(made)
+        return made
+
+    def _take(self, peer: int, nbytes: int) -> _Receive:
+        ready = self._ready[peer, nbytes]
+        if ready:
+            return ready.popleft()
+        return _Receive(self._group, peer, torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+
+    def end(self, exchange: _Exchange) -> None:
+        """Post the receives of an exchange for the next one of this length, now that their bytes have been read."""
+        self._running.discard(exchange)
+        for peer, receive in exchange.receives.items():
+            self._ready[peer, receive.buffer.numel()].append(_Receive(self._group, peer, receive.buffer))
+
+
+class FarTransport(ProcessGroupTransport):
+    """Collectives over a process group whose ranks are far apart. On a CPU they take half a round trip each.
+
+    The ranks add in rank order. An all-reduce of the transport takes two halves, because parts are added where they belong.
+
+    Args:
+        group: the group, whose CPU tensors gloo carries; ``None`` is the default group.
+        link: the slowest link.
+        where: as for :class:`.ProcessGroupTransport`.
+
+    Raises:
+        TransportError: there is no process group.
+        HookNotSupportedError: gloo does not carry its tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, link: Link, where: str = "") -> None:
+        super().__init__(group, free=True, where=where)
+        if not self._gloo:
+            raise HookNotSupportedError(
+                "link= changes how tensors of a CPU travel over gloo, and this group has no gloo"
+            )
+        self.link: Link | None = link
+        self._link = link
+
+    def among(self, group: dist.ProcessGroup, where: str) -> ProcessGroupTransport:
+        if where == "inside the node":  # its ranks are near
+            return super().among(group, where)
+        return FarTransport(group, self._link, where)
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        if not self._direct(input.nbytes, output):
+            return super().all_gather(output, input)
+        rows, mine = output.view(self.world_size, -1), input.view(-1)
+        if rows[self.rank].data_ptr() != mine.data_ptr():
+            rows[self.rank].copy_(mine)
+        return self._exchange("all-gather", [mine] * self.world_size, _write_to(rows))
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        if not self._direct(input.nbytes // self.world_size, output):
+            return super().all_to_all(output, input)
+        rows, parts = output.view(self.world_size, -1), input.view(self.world_size, -1)
+        rows[self.rank].copy_(parts[self.rank])
+        return self._exchange("all-to-all", parts.unbind(), _write_to(rows))
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Work:
+        if op != "sum" or not self._direct(output.nbytes, output):
+            return super().reduce_scatter(output, input, op)
+        parts = input.view(self.world_size, -1).unbind()
+
+        def add(received: dict[int, torch.Tensor]) -> None:
+            rows = {peer: row.view(input.dtype) for peer, row in received.items()}
+            first, second, *others = (rows.get(rank, parts[rank]) for rank in range(self.world_size))
+            total = first + second  # not into the output, which may be this rank's part
+            for row in others:
+                total.add_(row)
+            output.view(-1).copy_(total)
+
+        return self._exchange("reduce-scatter", parts, add)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
+        if op != "sum" or tensor.is_sparse or not self._direct(tensor.nbytes, tensor):
+            return super().all_reduce(tensor, op)
+        return _ScatterThenGather(self, tensor)
+
+    def _direct(self, nbytes: int, tensor: torch.Tensor) -> bool:
+        return tensor.is_cpu and self.world_size > 1 and 0 < nbytes <= _LONGEST
+
+    def _exchange(
+        self, what: str, parts: Sequence[torch.Tensor], read: Callable[[dict[int, torch.Tensor]], None]
+    ) -> Work:
+        refuse_lost(self.group)
+        try:
+            return _posted(self.group or dist.group.WORLD).exchange(what + self._where, parts, read)
+        except RuntimeError as error:
+            raise TransportError(f"{what}{self._where} could not be started: {error}") from error
+
+
+class _ScatterThenGather:
+    """An all-reduce in two exchanges. The second one starts in ``wait``, which all ranks call in the same order."""
+
+    def __init__(self, transport: FarTransport, tensor: torch.Tensor) -> None:
+        self._transport, self._tensor = transport, tensor
+        world, numel = transport.world_size, tensor.numel()
+        self._padded = torch.zeros(-(-numel // world) * world, dtype=tensor.dtype, device="cpu")
+        self._padded[:numel].copy_(tensor.view(-1))
+        self._mine = self._padded.view(world, -1)[transport.rank]
+        self._scatter = transport.reduce_scatter(self._mine, self._padded, "sum")
+
+    def wait(self, timeout: float | None) -> None:
+        """See :meth:`.Work.wait`."""
+        self._scatter.wait(timeout)
+        whole = torch.empty_like(self._padded)
+        self._transport.all_gather(whole, self._mine).wait(timeout)
+        self._tensor.view(-1).copy_(whole[: self._tensor.numel()])
+
+    def is_completed(self) -> bool:
+        """True, because no message writes to the tensor before :meth:`wait`."""
+        return True
+
+
+def _write_to(rows: torch.Tensor) -> Callable[[dict[int, torch.Tensor]], None]:
+    def write(received: dict[int, torch.Tensor]) -> None:
+        for peer, row in received.items():
+            rows[peer].copy_(row.view(rows.dtype))
+
+    return write
+
+
+def transport_over(
+    group: dist.ProcessGroup | None, link: Link | None = None, *, free: bool = False
+) -> ProcessGroupTransport:
+    """Return the transport over a process group: a far one if the user has named the link, otherwise one that may be ``free``."""
+    return ProcessGroupTransport(group, free=free) if link is None else FarTransport(group, link)
+
+
+_POSTED = WeakIdKeyDictionary()  # process group -> PostedReceives
+
+
+def _posted(group: dist.ProcessGroup) -> PostedReceives:
+    """Return the direct messages of a group, over a group of the same ranks.
+
+    The first message opens it, after the ranks have agreed on the link.
+    """
+    found: PostedReceives | None = _POSTED.get(group)
+    if found is None:
+        own = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timedelta(seconds=group_timeout(group)),
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc="commhooks direct messages",
+        )
+        found = _POSTED[group] = PostedReceives(own)
+    return found
