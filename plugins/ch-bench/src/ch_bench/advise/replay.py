@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ch_bench.advise.network import Message, Network, Scope
-from ch_core import Work
+from ch_core import Link, Work
 from commhooks import Topology
 
 _EPS = 1e-12
@@ -105,7 +105,7 @@ class EmulatedTransport:
 
     free = True  # offers direct exchanges and halves, like a process group
     elastic = False
-    link = None
+    link: Link | None = None
 
     def __init__(
         self, rank: int, world_size: int, recorder: Recorder | None = None, topology: Topology | None = None
