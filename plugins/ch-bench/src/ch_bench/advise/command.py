@@ -1,4 +1,4 @@
-"""Predict step times with each hook on your network, and recommend one.
+r"""Predict step times with each hook on your network, and recommend one.
 
     torchrun --nproc-per-node 2 -m commhooks advise --model my_module:make
     python -m commhooks advise --nproc 2
@@ -19,7 +19,8 @@ each node has one uplink.
 
 `--cluster` answers for machines that are not here. It measures nothing and starts no rank:
 
-    python -m commhooks advise --cluster 4x8 --link 25gbit,0.1ms --parameters 1.3e9 --dtype bf16 --step 250ms
+    python -m commhooks advise --cluster 4x8 --link 25gbit,0.1ms \
+        --parameters 1.3e9 --dtype bf16 --step 250ms
 """
 
 import argparse
