@@ -248,6 +248,7 @@ def test_a_script_that_does_not_exist_ends_with_one_line(tmp_path: Path) -> None
         ),
         (["--hook", "quant4"], "the following arguments are required: script"),
         (["--hook", "quant4", "--outer", "diloco", "train.py"], "exclude each other"),
+        (["train.py", "--hook=quant4"], "--hook stands behind train.py, so the script gets it"),
     ],
 )
 def test_a_wrong_command_line_says_the_right_one(tmp_path: Path, words: list[str], said: str) -> None:

@@ -1,5 +1,6 @@
 """``commhooks run --state`` resumes killed runs of an unchanged script."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -32,8 +33,12 @@ def test_killed_and_resumed_with_the_same_bits(tmp_path: Path, script: str) -> N
     killed.mkdir()
     assert run(whole, script, "--save", 4, hook=HOOK).stats["compressed_steps"] == 8
     died = run(killed, script, "--save", 4, "--kill", 6, hook=HOOK, state="state", check=False)
+    assert re.search(
+        rf"^commhooks run: {re.escape(HOOK)} on .*; no earlier state was found in state/", died.err, re.MULTILINE
+    )
     assert died.code != 0 and not (killed / "weights.pt").exists()
     resumed = run(killed, script, "--save", 4, "--resume", hook=HOOK, state="state")
+    assert "; its state after step 4 is resumed from state/" in resumed.err
     assert resumed.stats["compressed_steps"] == 4
     assert [torch.equal(a, b) for a, b in zip(weights(whole).values(), weights(killed).values(), strict=True)] == [
         True

@@ -1,5 +1,6 @@
 """Traces: aligned clocks, the file's format, and figures that agree with the counters."""
 
+import dataclasses
 import json
 import os
 import time
@@ -21,7 +22,7 @@ from ch_testing import spawn
 from ch_trace.clocks import DRIFT, align
 from ch_trace.rank_part import EnginePart, Moments, Part, Timeline
 from ch_trace.recording import BucketFacts, EngineTrace, Message, PolledWork, Span
-from ch_trace.summary import summarize
+from ch_trace.summary import BucketRow, Summary, summarize
 from commhooks import Bucket, Plain, Reducer
 
 
@@ -389,3 +390,24 @@ def test_a_slow_link_of_one_rank_is_no_wait_for_the_peer() -> None:
     assert [one.arriving for one in (*moments(line, 0), *moments(line, 1))] == [1.0, 2.0]
     line = timeline(("all_to_all", (1.0, 12.0), (0.0, 11.0)))  # rank 0 joins last
     assert [one.arriving for one in (*moments(line, 0), *moments(line, 1))] == [2.0, 1.0]
+
+
+def test_the_text_fits_80_columns() -> None:
+    names = ", ".join(f"transformer.h.{number}.attention.weight" for number in range(30))
+    rows = tuple(BucketRow("shard", str(number), names, 1e6, 0.1, 0.2, 0.1, 0.3) for number in range(2))
+    times = {"step": 1.0, "backward": 0.6, "wire": 0.4, "exposed": 0.2, "waiting": 0.1}
+    known = {
+        "hook": "policy({'*.bias': allreduce, '*': two_level(quant4)})",
+        "ranks": (0, 1),
+        "expected": 2,
+        "steps": 5,
+        "buckets": rows,
+        "during": "backward",
+        "dropped": 0,
+        **times,
+    }
+    others = {field.name: None for field in dataclasses.fields(Summary) if field.name not in known}
+    text = str(Summary(**{**others, "late": 0.0, **known}))  # type: ignore[arg-type]
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("transformer.h.0.attention.weight") == 2
+    assert "transformer.h.29." not in text

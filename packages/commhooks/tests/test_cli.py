@@ -504,3 +504,37 @@ def test_other_libraries_are_not_heard(tmp_path, publish):
         run = commhooks(*command, **environ)
         assert "acme 1.0" in run.stdout or "acme: 1.0" in run.stdout or "acme " in run.stdout
         assert run.stderr == ""
+
+
+def test_help_is_a_command():
+    assert commhooks("help").stdout == commhooks("--help").stdout
+    assert commhooks("help", "list").stdout == commhooks("list", "--help").stdout
+
+
+def test_an_unknown_variable_is_named():
+    run = commhooks("list", "quant4", COMMHOOKS_DISABEL="acme")
+    assert run.returncode == 0
+    assert "COMMHOOKS_DISABEL is unknown, and nothing reads it; did you mean 'COMMHOOKS_DISABLE'?" in run.stderr
+
+
+COLOURED = """
+from commhooks import HookSpec, hookimpl
+
+@hookimpl
+def commhooks_specs():
+    return [HookSpec("red", "reduction", "acme_red:red", "averages \\x1b[31min red\\x1b[0m\\x07", options={})]
+"""
+
+
+@pytest.mark.parametrize("words", [("list",), ("describe", "red")])
+def test_escape_sequences_of_other_packages_stay_out(tmp_path, publish, words):
+    publish("acme", {"commhooks": {"p": "acme_red_plugin"}}, acme_red_plugin=COLOURED, acme_red="red = 1")
+    run = commhooks(*words, PYTHONPATH=str(tmp_path), COMMHOOKS_PLUGINS="acme")
+    assert "averages in red" in run.stdout
+    assert "\x1b" not in run.stdout + run.stderr
+
+
+def test_env_tells_packages_of_others_from_ours():
+    lines = commhooks("env").stdout.splitlines()
+    ours = lines[lines.index("commhooks:") : lines.index("packages of others:")]
+    assert "  numpy" not in "\n".join(ours)

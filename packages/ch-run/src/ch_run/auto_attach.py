@@ -127,6 +127,8 @@ class AutoAttach:
         self.models.append(found)
         if settings.state:
             self._keep_state(found, model, len(self.models))
+        if self.rank == 0:
+            write_stderr(wrapped_on_terminal(f"commhooks run: {found.start_line(unwrapped(model))}") + "\n")
         if settings.trace:
             try:
                 found.trace = found.begin_trace(str(Path(settings.trace) / f"{_label(len(self.models), model)}.json"))

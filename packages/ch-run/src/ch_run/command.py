@@ -105,7 +105,7 @@ def run(given: argparse.Namespace) -> int:
         settings = Settings(**{field.name: getattr(given, field.name) for field in fields(Settings)})
         for name in Settings.variables():
             os.environ.pop(name, None)  # options of the command line win, and so do their defaults
-        if missing := _missing(given):
+        if missing := _missing(given) or _behind(given):
             _complain(f"commhooks run: {missing}")
             return 2
         settings.check()  # needs no torch, and blames the command line
@@ -147,6 +147,18 @@ def _missing(given: argparse.Namespace) -> str:
     top = script.partition(".")[0]
     found = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
     return "" if found is not None else f"no such module: {script}"
+
+
+def _behind(given: argparse.Namespace) -> str:
+    """Return a sentence if no hook is given, and an option for it stands behind the script's name."""
+    options = [f"--{field.name.replace('_', '-')}" for field in fields(Settings)]
+    found = [word for word in given.words if word.partition("=")[0] in options]
+    if given.hook or given.outer or given.gather or not found:
+        return ""
+    return (
+        f"{found[0].partition('=')[0]} stands behind {given.script}, so the script gets it. Write the options of run before the "
+        f"script, as in commhooks run --hook quant4 {given.script}"
+    )
 
 
 def _interpreter_options(words: list[str]) -> tuple[list[str], list[str]]:

@@ -10,7 +10,7 @@ import torch
 from ch_core import log
 from ch_run.saved_states import HookKept, Kept, LoneKept, StateFolder
 from ch_trace import Trace
-from commhooks import CommHook
+from commhooks import CommHook, start_line
 
 
 class KeptModel(ABC):
@@ -78,6 +78,10 @@ class FoundModel(KeptModel):
         """Return the figures of the report as plain values."""
 
     @abstractmethod
+    def start_line(self, model: torch.nn.Module) -> str:
+        """Return the sentence for the start of the training: what trains the model, its bytes and its state."""
+
+    @abstractmethod
     def begin_trace(self, path: str) -> Trace:
         """Start a trace. All ranks make this call at the same place."""
 
@@ -116,6 +120,10 @@ class HookedModel(FoundModel):
     def figures(self) -> dict[str, Any]:
         assert self.handle is not None  # noqa: S101 - `report` asks once more only before `drop`
         return self.handle.report().to_dict()
+
+    def start_line(self, model: torch.nn.Module) -> str:
+        assert self.handle is not None  # noqa: S101
+        return start_line(self.handle, model, self.state.resumed if self.state is not None else "")
 
     def begin_trace(self, path: str) -> Trace:
         assert self.handle is not None  # noqa: S101

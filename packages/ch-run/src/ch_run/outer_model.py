@@ -80,6 +80,10 @@ class OuterModel(FoundModel):
             f"saves. Inside a round ranks hold different models. They hold one {ends}"
         )
 
+    def start_line(self, model: torch.nn.Module) -> str:
+        state = f"; {self.state.resumed}" if self.state is not None else ""
+        return f"{self.expression} on {self.name}: a rank sends once in a round{state}"
+
     def figures(self) -> dict[str, Any]:
         found = {"outer": self.expression, "steps": self.outer.count, "stats": self.outer.stats()}
         return {**found, **self.outer.report()}

@@ -220,6 +220,7 @@ class StateFolder:
         self._latest: list[Key] = []
         self._lineage: dict[str, int] = {}  # last step of each run that this one goes on from, itself included
         self._abandoned: set[Key] = set()
+        self.resumed = ""  # where the state comes from, once `resume` has looked
         self._stops: list[Callable[[], None]] = []
 
     # -- at the first forward
@@ -247,6 +248,7 @@ class StateFolder:
         self.folder = mine
         if not isinstance(self.kept, LoneKept) and any(row != b"0" for row in exchange(b"1" if found else b"0")):
             raise StateError(self._none_fits(found))
+        self.resumed = f"no earlier state was found in {mine}"
         self.write()
         self._watch()
 
@@ -277,8 +279,9 @@ class StateFolder:
     def _load(self, one: Snapshot) -> None:
         if not one.stateless:
             self.kept.load(one, self.rank, self.world)
-            log.info("resumed the state of %s after step %d from %s", self.kept.expr, one.step, one.folder)
+            self.resumed = f"its state after step {one.step} is resumed from {one.folder}"
         elif self.world > 1:
+            self.resumed = f"no state after step {one.step}"
             log.warning(
                 "--state: %s begins without a state after step %d, because one process has trained alone without it",
                 *(self.kept.expr, one.step),

@@ -1,5 +1,6 @@
 """Figures of a trace: the share of messages that the backward hides, and the exposed time of each bucket."""
 
+import textwrap
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -7,8 +8,12 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
+from ch_core import wrapped
 from ch_trace.rank_part import EnginePart, Part, Timeline
 from commhooks import patterns, size
+
+COLUMNS = 80
+BELOW = 2  # lines of parameters below a bucket
 
 Interval = tuple[float, float]
 
@@ -337,10 +342,10 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def _text(one: Summary) -> str:
-    """Return lines of at most 80 characters, apart from long names of parameters."""
+    """Return lines of at most 80 characters. Parameters that do not fit behind their bucket stand below it."""
     ranks = f"{len(one.ranks)} of {one.expected} ranks" if len(one.ranks) < one.expected else f"{one.expected} ranks"
     error = "clocks not aligned" if one.clock_error is None else f"clocks aligned to {_time(one.clock_error)}"
-    lines = [f"trace of {one.hook}: {one.steps} steps on {ranks}, {error}"]
+    lines = wrapped(f"trace of {one.hook}: {one.steps} steps on {ranks}, {error}").splitlines()
     if one.dropped:
         lines.append(f"the limit dropped the oldest {one.dropped} events")
     period = "a step" if one.during == "backward" else "a round"
@@ -355,17 +360,38 @@ def _text(one: Summary) -> str:
     for row in one.buckets:
         cells = (size(row.sent_bytes), *(_time(x) for x in (row.encode, row.wire, row.decode, row.exposed)))
         name = f"{row.axis} {row.bucket}".strip()
-        lines.append(f"{name:<12}" + "".join(f"{cell:>11}" for cell in cells) + f"  {row.parameters}")
+        line = f"{name:<12}" + "".join(f"{cell:>11}" for cell in cells)
+        if len(line) + 2 + len(row.parameters) <= COLUMNS:
+            lines.append(f"{line}  {row.parameters}")
+        else:
+            lines += [line, *_below(row.parameters)]
     if one.first is not None:
         lines += ["", *_advice(one, one.first)]
     return "\n".join(lines)
+
+
+def _below(parameters: str) -> list[str]:
+    """Return names in at most :data:`BELOW` lines, indented under their bucket.
+
+    >>> _below(", ".join(f"layer.{number}.weight" for number in range(40)))[-1]
+    '  layer.4.weight, layer.5.weight, layer.6.weight, layer.7.weight, ...'
+    """
+    return textwrap.wrap(
+        parameters,
+        COLUMNS,
+        initial_indent="  ",
+        subsequent_indent="  ",
+        max_lines=BELOW,
+        placeholder=" ...",
+        break_on_hyphens=False,
+    )
 
 
 def _advice(one: Summary, row: BucketRow) -> list[str]:
     name = f"{row.axis} {row.bucket}".strip()
     lines = [f"look first at bucket {name}: it delays training by {_time(row.cost)} in a step"]
     if row.exposed >= row.encode + row.decode:
-        lines.append("  most of it is waiting for messages: fewer bytes, or an earlier start, would help")
+        lines.append("  most of it is waiting for messages: fewer bytes, or an earlier start, help")
     else:
         lines.append("  most of it is computing: a cheaper hook would help")
     if one.late_rank is not None and one.late > max(2 * (one.clock_error or 0.0), 0.05 * one.step):

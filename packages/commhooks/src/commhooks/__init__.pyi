@@ -75,6 +75,7 @@ from commhooks.api.hooks import unregister as unregister
 from commhooks.api.hooks import why_not as why_not
 from commhooks.api.reducer import PendingAverage as PendingAverage
 from commhooks.api.reducer import Reducer as Reducer
+from commhooks.api.start_line import start_line as start_line
 from commhooks.checkpoint import dcp as dcp
 from commhooks.checkpoint.one_file import gather as gather
 from commhooks.checkpoint.one_file import load_gathered as load_gathered

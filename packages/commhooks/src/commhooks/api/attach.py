@@ -14,6 +14,7 @@ from commhooks.adapters.low_rank import low_rank_refusal
 from commhooks.adapters.options import AttachOptions, FindOptimizers, Scaler
 from commhooks.api.adapter_lookup import Adapter, adapter_for, one_process, unwrapped
 from commhooks.api.create import as_handle
+from commhooks.api.start_line import start_line
 from commhooks.fingerprint import rows_of_model, verify
 from commhooks.handle import CommHook
 from commhooks.report.report import never_compresses
@@ -176,7 +177,7 @@ def _agree(
 
 
 def _log_attached(model: torch.nn.Module, handle: CommHook, binding: Binding) -> None:
-    """Log the hook and its costs with this model."""
+    """Log the hook, its bytes and its state on rank 0, and its costs with this model."""
     if handle.alone:
         _warn_alone(handle.expr)
     elif (never := never_compresses(handle.expr, binding)) is not None:
@@ -184,7 +185,8 @@ def _log_attached(model: torch.nn.Module, handle: CommHook, binding: Binding) ->
     if binding.engine is not None and binding.engine.transport.rank == 0:
         for caution in handle.cautions():
             log.warning("[rank 0] %s", caution)
-    log.info("attached %s to %s", handle.expr, type(model).__name__)
+    if (binding.engine.transport.rank if binding.engine is not None else dist.get_rank(binding.group)) == 0:
+        log.info("%s", start_line(handle, model))
 
 
 def _check_ranks(handle: CommHook, binding: Binding, check: RankCheck) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from ch_core import CommHooksError, UnknownHookError, wrapped_on_terminal
 from commhooks.cli import env, listing
-from commhooks.cli.text import HelpFormatter
+from commhooks.cli.text import HelpFormatter, plain
 from commhooks.registry.distributions import version
 from commhooks.registry.registry import REGISTRY
 from commhooks.registry.spec import OWN_COMMANDS, SetUp
@@ -30,6 +30,11 @@ OWN: dict[str, SetUp] = dict(zip(OWN_COMMANDS, (listing.list_, listing.describe,
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    if os.environ.get("RANK", "0") == "0":
+        for sentence in env.unknown_variables(os.environ):
+            print(wrapped_on_terminal(f"commhooks: {sentence}"), file=sys.stderr)
     try:
         with _other_libraries_silent():
             if not words or words[0].startswith("-"):
@@ -41,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--json" in words:
             print(json.dumps({"error": type(error).__name__, "message": str(error)}))
         else:
-            print(wrapped_on_terminal(f"{type(error).__name__}: {error}"), file=sys.stderr)
+            print(wrapped_on_terminal(plain(f"{type(error).__name__}: {error}")), file=sys.stderr)
         return 1
     except BrokenPipeError:  # `commhooks list | head`; the interpreter flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -90,7 +95,7 @@ def _overview(words: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"commhooks {version('commhooks')}")
     shown = parser.add_subparsers(required=True, title="commands", metavar="COMMAND")
     for name, text in {**{name: _help(own) for name, own in OWN.items()}, **_added()}.items():
-        shown.add_parser(name, help=text.replace("%", "%%"), add_help=False)
+        shown.add_parser(name, help=plain(text).replace("%", "%%"), add_help=False)
     if words:
         parser.parse_args(words)
     parser.print_help()

@@ -1,14 +1,41 @@
 """`env`: versions and plugins, for the head of an issue."""
 
 import argparse
+import difflib
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from commhooks.cli.text import plain
 from commhooks.registry.distributions import first_party
 from commhooks.registry.registry import REGISTRY
+
+VARIABLES = frozenset(
+    "COMMHOOKS_" + name
+    for name in (
+        *("HOOK", "OUTER", "GATHER", "REPORT", "STATE", "STATE_EVERY", "MODULE_PATTERN", "LINK", "SINGLE_PROCESS"),
+        *("CHECK_RANKS_EVERY", "ON_DRIFT", "TRACE", "REPORTS"),  # these and the ones above are read by ch-run
+        *("STRICT", "DISABLE", "PLUGINS"),
+        *("CONSTRAINTS", "SOAK_REPEATS", "SEED", "DRAW", "LOOPS_SEED"),  # of nox and of the project's tests
+    )
+)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable `COMMHOOKS_…` that nothing reads.
+
+    >>> unknown_variables({"COMMHOOKS_HOK": "quant4", "COMMHOOKS_HOOK": "quant4"})
+    ["the variable COMMHOOKS_HOK is unknown, and nothing reads it; did you mean 'COMMHOOKS_HOOK'?"]
+    """
+    made = []
+    for name in sorted(environ):
+        if name.startswith("COMMHOOKS_") and name not in VARIABLES:
+            close = difflib.get_close_matches(name, sorted(VARIABLES), 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            made.append(f"the variable {name} is unknown, and nothing reads it{hint}")
+    return made
 
 
 def report() -> dict[str, Any]:
@@ -84,9 +111,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _without_repetition(found: dict[str, Any]) -> dict[str, Any]:
     """Return the report for people, with each version once. JSON has all keys."""
     others = {**found["providers"], **found["plugins"]}
-    shown = {key: value for key, value in found.items() if key != "providers"}
-    shown["plugins"] = {dist: each for dist, each in others.items() if dist not in found["commhooks"]}
-    shown["packages"] = {name: each for name, each in found["packages"].items() if name != "torch"}
+    shown: dict[str, Any] = {}
+    for key, value in found.items():
+        if key == "packages":
+            shown["packages of others"] = {name: each for name, each in value.items() if name != "torch"}
+        elif key == "plugins":
+            shown["plugins of others"] = {dist: each for dist, each in others.items() if dist not in found["commhooks"]}
+        elif key != "providers":
+            shown[key] = value
     shown["environment"] = found["environment"] or "no variable COMMHOOKS_* is set"
     return shown
 
@@ -94,4 +126,4 @@ def _without_repetition(found: dict[str, Any]) -> dict[str, Any]:
 def _text(value: object) -> str:
     """Return a value in one line; "none" if it is empty."""
     text = "; ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return "none" if value in (None, "", [], {}) else text
+    return "none" if value in (None, "", [], {}) else plain(text)

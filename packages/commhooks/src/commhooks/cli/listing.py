@@ -9,7 +9,7 @@ from typing import Any
 
 from ch_core import PluginLoadError
 from commhooks.api import hooks
-from commhooks.cli.text import block, hanging, width
+from commhooks.cli.text import block, hanging, plain, width
 from commhooks.registry.registry import REGISTRY
 from commhooks.registry.spec import GROUPS, KINDS, HookSpec, PluginFailure
 
@@ -117,7 +117,7 @@ def run_list(arguments: argparse.Namespace) -> int:
         )
         print(hanging(closing, 0))
     for failure in failures:
-        print(f"failed {failure}")  # not broken into lines, because users paste it into issues
+        print(plain(f"failed {failure}"))  # not broken into lines, because users paste it into issues
     for dist in skipped:
         print(f"left out by the environment: {dist}")
     return status

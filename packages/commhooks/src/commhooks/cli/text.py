@@ -6,6 +6,16 @@ import shutil
 import textwrap
 
 PIPE = 160  # columns of a file or a pipe
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def plain(text: str) -> str:
+    r"""Return text without escape sequences and control characters, which texts of other packages may have.
+
+    >>> plain("\x1b[31mred\x1b[0m\a text"), plain("two\nlines")
+    ('red text', 'two\nlines')
+    """
+    return _CONTROL.sub("", text)
 
 
 def width() -> int:
@@ -26,6 +36,7 @@ def hanging(line: str, indent: int, most: int | None = None) -> str:
             of Q
     """
     columns = min(width(), most or width())
+    line = plain(line)
     broken = textwrap.wrap(
         line, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )

@@ -151,6 +151,14 @@ def ratio_of(engine: Engine, layouts: Sequence[BucketLayout], step: int | None =
     return engine.reduction.trips * gradient / trips if trips else None
 
 
+def planned_bytes(engine: Engine, layouts: Sequence[BucketLayout], step: int) -> tuple[float, float]:
+    """Return the bytes that a rank sends in a step with the hook, and with plain averaging of the same axis."""
+    world = engine.transport.world_size
+    gradient = sum(layout.size * layout.dtype.itemsize for layout in layouts)
+    requests = [request for layout in layouts for stage in _plan(engine, layout, step) for request in stage]
+    return _sent(engine, requests), engine.reduction.trips * gradient * (world - 1) / world
+
+
 def _sent(engine: Engine, requests: Sequence[RequestPlan]) -> float:
     """Return the bytes that this rank sends for some requests, if all-reduces go round a ring."""
     context = engine.context()

@@ -1,4 +1,4 @@
-"""Predict step times with each hook on your network, and recommend one.
+r"""Predict step times with each hook on your network, and recommend one.
 
     torchrun --nproc-per-node 2 -m commhooks advise --model my_module:make
     python -m commhooks advise --nproc 2
@@ -16,6 +16,11 @@ shaped network (needs root and iproute2).
 On several nodes of several ranks, `advise` also predicts the hooks inside `two_level`, and measures the link inside a node and
 the one between nodes. torchrun tells the nodes. `--nodes 2x4` starts two nodes of four ranks here; with `--link`
 each node has one uplink.
+
+`--cluster` answers for machines that are not here. It measures nothing and starts no rank:
+
+    python -m commhooks advise --cluster 4x8 --link 25gbit,0.1ms \
+        --parameters 1.3e9 --dtype bf16 --step 250ms
 """
 
 import argparse
@@ -37,10 +42,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ch_bench import launch
+from ch_bench.advise import cluster_command
 from ch_bench.advise.network import Network
 from ch_bench.advise.predict import HOOKS, SHARDED_HOOKS, Advice, advise, leveled_hooks
 from ch_bench.advise.workload import MODELS, check, load
-from ch_bench.help_text import HelpFormatter
+from ch_bench.help_text import HelpFormatter, without_trailing_spaces
 from ch_bench.links import netns
 from ch_bench.links.link import Link
 from ch_testing import WorkerError
@@ -55,7 +61,7 @@ WHERE = {"all": "", "node": " inside a node", "peers": " between nodes"}
 def set_up(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     """Add the options of the command."""
     parser.description, parser.formatter_class = __doc__, HelpFormatter
-    parser.add_argument("--model", default="gpt", help=f"module:callable, or one of {', '.join(MODELS)} (default gpt)")
+    parser.add_argument("--model", help=f"module:callable, or one of {', '.join(MODELS)} (default gpt)")
     parser.add_argument(
         "--hooks",
         nargs="+",
@@ -69,11 +75,21 @@ def set_up(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], in
     parser.add_argument(
         "--link", metavar="LINK", help="shape the network between these ranks or nodes, as in 200mbit,80ms"
     )
+    cluster_command.add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return lambda args: run(_checked(args, parser))
+
+    def start(args: argparse.Namespace) -> int:
+        if args.cluster is not None:
+            return cluster_command.run(args, parser.error)
+        return run(_checked(args, parser))
+
+    return start
 
 
 def _checked(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
+    if alone := cluster_command.set_options(args):
+        parser.error(f"{alone[0]} describes a cluster that is not here: add --cluster NxL, as in 4x8")
+    args.model = args.model or "gpt"
     try:
         args.shape = Link.parse(args.link) if args.link else None
     except ValueError as error:
@@ -185,15 +201,6 @@ def show(found: dict[str, Any], as_json: bool) -> None:
         for reason in found["reasons"]:
             console.print(Padding(Text(f"{reason}."), (0, 0, 0, 2), expand=False))  # Padding indents every line
     print(without_trailing_spaces(shown.get()), end="")
-
-
-def without_trailing_spaces(text: str) -> str:
-    """Return text without spaces at the ends of its lines, which tables have. Colours stay.
-
-    >>> without_trailing_spaces("wide column  ")
-    'wide column'
-    """
-    return re.sub(r" +((?:\x1b\[[\d;]*m)*)$", r"\1", text, flags=re.MULTILINE)
 
 
 def _ranks(found: dict[str, Any]) -> str:

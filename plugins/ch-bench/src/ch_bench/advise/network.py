@@ -113,6 +113,7 @@ class Network:
         levels: the link inside nodes (``"node"``) and the one between them (``"peers"``). Each was probed while all nodes, or
             all places of a node, sent at the same time.
         topology: nodes of the ranks; ``None`` if no hook has two levels.
+        lanes: messages that travel at a time. gloo has two threads for each group, and NCCL one stream.
     """
 
     curves: Mapping[Key, Curve]
@@ -121,6 +122,7 @@ class Network:
     spare: float = 0.0
     levels: Mapping[Scope, "Network"] = field(default_factory=dict)
     topology: Topology | None = None
+    lanes: int = 2
 
     def at(self, scope: Scope) -> "Network":
         """Return the network among the ranks of a scope."""

@@ -38,20 +38,25 @@ class Rounds:
         )
 
 
-def rounds(alone: float, exchange: float, hook: str) -> Rounds | None:
-    """Return the shortest rounds whose exchanges take at most :data:`SHARE` of the time, or ``None`` if one step is enough.
+def rounds(alone: float, exchange: float, hook: str, step: float) -> Rounds | None:
+    """Return the shortest rounds whose exchanges take at most :data:`SHARE` of the time.
 
     Args:
         alone: seconds of a step without communication.
         exchange: seconds of one exchange of all parameters, which no step overlaps.
         hook: the exchange.
+        step: seconds of the fastest step with an exchange in every step.
+
+    Returns:
+        ``None`` if an exchange in every step takes little of the time, or rounds would not be faster than ``step``. A step
+        alone may have been measured as longer than one with an exchange, because other programs slowed it down.
 
     Example:
-        >>> found = rounds(0.1, 0.1, "allreduce")
+        >>> found = rounds(0.1, 0.1, "allreduce", step=0.2)
         >>> found.every, round(found.share, 3)
         (9, 0.1)
-        >>> rounds(0.1, 0.01, "allreduce") is None
-        True
+        >>> rounds(0.1, 0.01, "allreduce", step=0.11) is None, rounds(0.1, 0.1, "allreduce", step=0.11) is None
+        (True, True)
     """
     every = math.ceil(exchange * (1 - SHARE) / (SHARE * alone) - 1e-9)
     if every < 2:
@@ -62,4 +67,6 @@ def rounds(alone: float, exchange: float, hook: str) -> Rounds | None:
     except (UnknownHookError, ValueError):  # ch-outer is not installed, or another package has the name, too
         return None
     seconds = alone + exchange / every
+    if seconds >= step:
+        return None
     return Rounds(f"{name}(every={every}, exchange={hook})", every, seconds, exchange / every / seconds, spec.loss)

@@ -123,7 +123,7 @@ def advise(
             "with --link RATE",
             *reasons,
         )
-    elif outer := rounds(alone, max(best.seconds - alone, best.waiting + best.arithmetic), best.hook):
+    elif outer := rounds(alone, max(best.seconds - alone, best.waiting + best.arithmetic), best.hook, best.seconds):
         reasons = (*reasons, outer.sentence())
     parameters = sum(p.numel() for p in work.parameters() if p.requires_grad)
     each = None if network.topology is None else network.topology.ranks_per_node
@@ -176,10 +176,7 @@ def recommend(alone: float, predictions: Sequence[Prediction]) -> tuple[str, tup
     Among the fastest hooks it is the one with the smallest error, if it saves enough time.
     """
     plain = next(one for one in predictions if one.hook == "allreduce")
-    exact = min((one for one in predictions if not one.lossy), key=lambda one: one.seconds)
-    best = min(predictions, key=lambda one: one.seconds)
-    near = [one for one in predictions if one.seconds <= best.seconds * (1 + ALIKE)]
-    chosen = min(near, key=lambda one: (one.lossy, -one.sent))  # more bytes mean less error
+    chosen, exact, best = choose(predictions)
     without = max(alone, plain.model)  # other programs may have slowed one of the two down
     share = max(0.0, plain.seconds - without) / plain.seconds
     reasons = [
@@ -217,13 +214,21 @@ def recommend(alone: float, predictions: Sequence[Prediction]) -> tuple[str, tup
     )
     if chosen is not best:
         reasons.append(f"{best.hook} is as fast within {ALIKE:.0%} and has a larger error")
-    loss = _recorded_loss(chosen.hook)
+    loss = recorded_loss(chosen.hook)
     reasons.append(f"It changes the gradients. Recorded cost in loss: {loss}" if loss else "It changes the gradients")
     reasons.append("Compare the loss on your own model, not only the step time, before you keep it")
     return chosen.hook, tuple(reasons)
 
 
-def _recorded_loss(hook: str) -> str:
+def choose(predictions: Sequence[Prediction]) -> tuple[Prediction, Prediction, Prediction]:
+    """Return the hook with the smallest error among the fastest ones, the fastest exact hook, and the fastest hook."""
+    exact = min((one for one in predictions if not one.lossy), key=lambda one: one.seconds)
+    best = min(predictions, key=lambda one: one.seconds)
+    near = [one for one in predictions if one.seconds <= best.seconds * (1 + ALIKE)]
+    return min(near, key=lambda one: (one.lossy, -one.sent)), exact, best  # more bytes mean less error
+
+
+def recorded_loss(hook: str) -> str:
     """Return the cost in loss that the outermost hook of an expression declares, or an empty string."""
     if " / " in hook:
         return ""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ch_bench.advise.network import Message, Network, Scope
-from ch_core import Work
+from ch_core import Link, Work
 from commhooks import Topology
 
 _EPS = 1e-12
@@ -105,7 +105,7 @@ class EmulatedTransport:
 
     free = True  # offers direct exchanges and halves, like a process group
     elastic = False
-    link = None
+    link: Link | None = None
 
     def __init__(
         self, rank: int, world_size: int, recorder: Recorder | None = None, topology: Topology | None = None
@@ -183,7 +183,7 @@ class _Rank:
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """Messages of one group of ranks, in order. Two travel at a time, because gloo has two threads for each group."""
+    """Messages of one group of ranks, in order. As many travel at a time as the network has lanes."""
 
     network: Network
     members: tuple[int, ...]
@@ -194,12 +194,12 @@ class _Queue:
 
     @property
     def active(self) -> list[_Transfer]:
-        return self.started[:2]
+        return self.started[: self.network.lanes]
 
     @property
     def speed(self) -> float:
         """Speed of each message, relative to a message alone."""
-        return 1.0 if len(self.started) < 2 else 1.0 / self.network.together
+        return 1.0 if len(self.active) < 2 else 1.0 / self.network.together
 
     @property
     def load(self) -> float:

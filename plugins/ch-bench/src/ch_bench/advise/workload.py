@@ -209,6 +209,20 @@ def find(name: str) -> Callable[[], Any]:
     return found
 
 
+def made_by(name: str, made: object) -> Sequence[Any]:
+    """Return what a model's function made, after a check.
+
+    Raises:
+        HookConfigError: it is neither ``(module, batch)`` nor ``(module, batch, optimizer)``.
+    """
+    if not isinstance(made, Sequence) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
+        raise HookConfigError(
+            f"model {name!r} returned {type(made).__name__}: return (module, batch) or (module, batch, optimizer), where "
+            "module(*batch) is the loss and optimizer(parameters) makes an optimizer"
+        )
+    return made
+
+
 def load(name: str, device: torch.device, bucket_cap_mb: float | None = None) -> Workload:
     """Make the model that ``module:callable`` names.
 
@@ -222,13 +236,7 @@ def load(name: str, device: torch.device, bucket_cap_mb: float | None = None) ->
     Raises:
         HookConfigError: the function cannot be imported, or returns something else.
     """
-    made = find(name)()
-    if not isinstance(made, Sequence) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
-        raise HookConfigError(
-            f"model {name!r} returned {type(made).__name__}: return (module, batch) or (module, batch, optimizer), where "
-            "module(*batch) is the loss and optimizer(parameters) makes an optimizer"
-        )
-    module, batch, *rest = made
+    module, batch, *rest = made_by(name, find(name)())
     batch = batch if isinstance(batch, tuple) else (batch,)
     batch = tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in batch)
     ids = [device.index] if device.type == "cuda" else None
