@@ -74,7 +74,7 @@ def outcomes(
         thread.start()
         try:
             return spawn(
-                train, 2, str(folder), hook, deadline, group, timeout=group + 60, backend=None, enter=net.enter
+                train, 2, str(folder), hook, deadline, group, timeout=group + 60, group=False, enter=net.enter
             )
         finally:
             done.set()

@@ -24,4 +24,4 @@ print(len(names))
 
 def test_every_module_imports_without_pytest() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0 and int(done.stdout) > 30, done.stderr
+    assert done.returncode == 0 and int(done.stdout) > 20, done.stderr

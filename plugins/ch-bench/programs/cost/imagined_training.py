@@ -25,12 +25,12 @@ from programs.cost.imagined_gpu import DEVICE, ImaginedGPU, SilentGroup, planned
 WIDTHS = (64, 128, 128, 32)
 """Input of the first layer and output of each layer. Layers of one size would never replace scratch memory of another."""
 RANKS_PER_NODE = 2
-_ADAPTERS = (
-    "ch_fsdp.fsdp2",
-    "ch_fsdp.shard_axis",
-    "ch_fsdp.gather_axis",
-    "ch_fsdp.replicate_axis",
-    "commhooks.adapters.base",
+_TRANSPORTS = (  # where adapters make their transports
+    "ch_fsdp.fsdp2.ProcessGroupTransport",
+    "ch_fsdp.shard_axis.transport_over",
+    "ch_fsdp.gather_axis.transport_over",
+    "ch_fsdp.replicate_axis.transport_over",
+    "commhooks.adapters.base.ProcessGroupTransport",
 )
 _COLLECTIVES = (
     "all_gather_single",
@@ -54,7 +54,7 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
 def _imagined_fsdp(gpu: ImaginedGPU) -> Iterator[None]:
     """Let FSDP2 take its device for CUDA, and replace the collectives of torch and of the adapters."""
 
-    def made(group: dist.ProcessGroup) -> SilentGroup:
+    def made(group: dist.ProcessGroup, link: None = None) -> SilentGroup:
         nodes = RANKS_PER_NODE if group.size() % RANKS_PER_NODE == 0 else None
         return SilentGroup(gpu, group.size(), f"collectives of {group.group_name}", nodes)
 
@@ -74,8 +74,8 @@ def _imagined_fsdp(gpu: ImaginedGPU) -> Iterator[None]:
         patches.enter_context(mock.patch(device_of, return_value=DEVICE))
         for name in filter(lambda name: hasattr(dist, name), _COLLECTIVES):
             patches.enter_context(mock.patch.object(dist, name, collective))
-        for module in _ADAPTERS:
-            patches.enter_context(mock.patch(f"{module}.ProcessGroupTransport", made))
+        for place in _TRANSPORTS:
+            patches.enter_context(mock.patch(place, made))
         # Ranks agree on numbers, and the imagined GPU has none.
         same: Callable[[Any, torch.Tensor], torch.Tensor] = lambda engine, mine: torch.stack([mine, mine])  # noqa: E731
         patches.enter_context(mock.patch.object(Engine, "gather", same))

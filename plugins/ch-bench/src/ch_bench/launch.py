@@ -66,12 +66,12 @@ def launch(worker: Callable[..., None], nproc: int, *args: Any, enter: Callable[
         CommHooksError: a rank raised it.
         WorkerError: a rank failed; the message is the traceback of the rank that failed first.
     """
-    backend = "nccl" if pick_device(0, nproc).type == "cuda" else "gloo"
+    device = pick_device(0, nproc).type
     with tempfile.TemporaryDirectory(prefix="commhooks-") as folder:
         try:
             spawn(
                 _work, nproc, worker, folder, args,
-                timeout=WEEK, group_timeout=TIMEOUT, backend=backend, enter=enter or _on_loopback,
+                timeout=WEEK, group_timeout=TIMEOUT, device=device, enter=enter or _on_loopback,
             )  # fmt: skip
         except WorkerError as error:
             file = Path(folder, str(error.rank))

@@ -32,13 +32,14 @@ def low_rank_refusal(
         return None
     pairs = zip(binding.params, layout, strict=False)
     low = {id(tensor): param.name for tensor, param in pairs if reduction.low_rank(param, LATER)}
+    expr = handle.expr  # the function must not keep the handle, which keeps the watch that keeps the function
 
     def refusal(optimizer: torch.optim.Optimizer) -> HookNotSupportedError | None:
         names = [low[id(param)] for param in orthogonalised(optimizer) if id(param) in low]
         if not names:
             return None
         return HookNotSupportedError(
-            f"{handle.expr} sends the gradients of {len(names)} parameters ({', '.join(names[:3])}) as matrices of low rank, and "
+            f"{expr} sends the gradients of {len(names)} parameters ({', '.join(names[:3])}) as matrices of low rank, and "
             f"{type(optimizer).__name__} gives all singular values of their steps the same size. So most of each step would be "
             "lost. Use a quantized hook such as quant4, a 16-bit one such as bf16_compress, or a policy with one of them for "
             "these parameters"
