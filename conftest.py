@@ -54,3 +54,14 @@ def no_rank_is_left() -> Iterator[None]:
         left.append("its default process group")
     if left:
         pytest.fail(f"this test left {', '.join(left)}")
+
+
+@pytest.fixture(autouse=True)
+def no_forward_is_left_running() -> Iterator[None]:
+    """Ranks are threads in some tests, and torch has one variable for the model in its forward. Two threads restore it in the
+    wrong order, and later tests would compile for that model, or take its forward for theirs.
+    """
+    yield
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    if module is not None:
+        module.DistributedDataParallel._active_ddp_module = None
