@@ -73,9 +73,7 @@ def outcomes(
         thread = threading.Thread(target=cutter if cut else lambda: None)
         thread.start()
         try:
-            return spawn(
-                train, 2, str(folder), hook, deadline, group, timeout=group + 60, group=False, enter=net.enter
-            )
+            return spawn(train, 2, str(folder), hook, deadline, group, timeout=group + 60, group=False, enter=net.enter)
         finally:
             done.set()
             thread.join()
