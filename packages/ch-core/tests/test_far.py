@@ -165,11 +165,11 @@ def run(tuning: CpuTuning, raises_at: int = -1, infinite_at: int = -1) -> list[A
     return simulate(2, lambda rank: outcomes(rank, tuning, raises_at, infinite_at))
 
 
-def test_an_error_after_the_status_is_told_to_far_ranks_by_the_next_step() -> None:
+def test_an_error_after_the_status_is_told_to_far_ranks_by_every_later_step() -> None:
     remote, own = RemoteHookError.__name__, "ValueError"
     peer, raised = run(CpuTuning.over(FAR), raises_at=1)
-    assert peer == [("", 1), ("", 2), (remote, 2), ("", 3)]
-    assert raised == [("", 1), (own, 2), (own, 2), ("", 3)]
+    assert peer == [("", 1), ("", 2), (remote, 2), (remote, 2)]
+    assert raised == [("", 1), (own, 2), (own, 2), (own, 2)]
     peer, raised = run(CpuTuning.off(), raises_at=1)
     assert peer == [("", 1), (remote, 1), ("", 2), ("", 3)]
     assert raised == [("", 1), (own, 1), ("", 2), ("", 3)]

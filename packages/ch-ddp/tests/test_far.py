@@ -66,6 +66,7 @@ class Lines(logging.Handler):
 
 
 def remembers(rank: int, world: int) -> list[Any]:
+    torch.distributed.new_group([0])  # torch could name groups by the number of groups that a rank is in
     model, lines = wrapped(), Lines()
     logging.getLogger("commhooks").addHandler(lines)
     with pytest.raises(RankMismatchError, match="200mbit,80ms"):

@@ -79,6 +79,9 @@ class Engine:
         self.commits = Commits(self.state.versions)
         self.failure: BaseException | None = None
         self.participating = True
+        # Raised here after this rank's status was sent. The others have used that step, so parameters may differ, and every
+        # step fails on all ranks until a state is loaded or the ranks change.
+        self._untold: BaseException | None = None
         self.step = Step(StepOutcome(reduction.name, transport, progress=Progress.RESOLVED), True, self.messenger)
         self.sampler = Sampler(transport.rank)
         self.rank_check: RankCheck | None = None
@@ -212,9 +215,10 @@ class Engine:
         if not self.in_step:  # no bucket arrived, but there is an error to send. Reports still read the buckets before
             step.outcome = StepOutcome(self.reduction.name, self.transport, late=step.outcome.take_error())
             step.participating = self.participating
-            self._local(
-                self.resolve_before_next_step
-            )  # this step has no draft, and would roll back that of the last one
+            if self._untold is not None:
+                step.outcome.fail(self._untold, DECODE)
+            # This step has no draft, and would roll back that of the last one.
+            self._local(self.resolve_before_next_step)
         if outside is not None:
             step.outcome.fail(outside, ENCODE)
         early, far = self._may_send_status_before_drain(), self._may_send_status_in_drain()
@@ -233,6 +237,7 @@ class Engine:
             if not early and self._on_reduced is None:
                 step.outcome.write_nan(step.submitted)
             self.commits.finish(step.outcome, participated=step.participating, elastic=self.transport.elastic)
+            self._untold = self._untold or step.outcome.unsent
             error = step.outcome.error(self.messenger.carry_out)
         except Exception as lost:
             self._lose(lost)
@@ -276,6 +281,7 @@ class Engine:
 
     def forget_unresolved(self) -> None:
         """Drop unresolved steps, because another state has been loaded."""
+        self._untold = None
         self.commits.forget()
 
     def rollback(self) -> None:
@@ -293,7 +299,7 @@ class Engine:
         """Use another group of ranks from the next step on. The state stays."""
         self.resolve_step()
         self.transport = self.messenger.transport = transport
-        self.failure = None
+        self.failure = self._untold = None
         self.schedule.move(transport)
         if self.rank_check is not None:
             self.rank_check.restart()
@@ -339,8 +345,8 @@ class Engine:
         doubt = self.commits.begin(self.gather)
         stateful = bool(self.reduction.fields)
         outcome = StepOutcome(self.reduction.name, self.transport, check_finite=stateful, late=late)
-        if self.step.outcome.unsent is not None:
-            outcome.fail(self.step.outcome.unsent, DECODE)
+        if self._untold is not None:
+            outcome.fail(self._untold, DECODE)
         self.step = Step(outcome, self.participating, self.messenger, self.step.keep)
         if doubt is not None:
             outcome.fail(doubt, ENCODE)
@@ -495,7 +501,7 @@ class Engine:
     def _may_send_status_in_drain(self) -> bool:
         """True if ranks are far apart, and the status can travel with the last messages although code runs after them.
 
-        If this code raises, this rank raises at once, and the status of the next step tells the others. All ranks must hold
+        If this code raises, this rank raises at once, and the status of every later step tells the others. All ranks must hold
         the same reduced numbers, because each one decides alone if they are finite.
         """
         if self.messenger.tuning.link is None or self._on_reduced is not None or self.messenger.device.type != "cpu":
@@ -503,6 +509,8 @@ class Engine:
         plans = [run.plan.plan for run in self.step.in_flight]
         requests = [request for plan in plans for stage in plan for request in stage]
         everywhere = all(one.scope == "all" and one.kind != "reduce_scatter" for one in requests)
+        names = [p.name for run in self.step.in_flight for p in run.bucket.layout.params]
+        everywhere = everywhere and all(map(self.reduction.keeps_equal, names))
         return everywhere and all(one.kind != "all_to_all" for plan in plans for stage in plan[-1:] for one in stage)
 
     def _send_status(self) -> None:

@@ -250,7 +250,8 @@ def _posted(group: dist.ProcessGroup) -> PostedReceives:
             dist.get_process_group_ranks(group),
             timeout=timedelta(seconds=group_timeout(group)),
             backend="gloo",
-            use_local_synchronization=True,
+            # Without all processes torch names the group by the number of a rank's groups, in which ranks may differ.
+            use_local_synchronization=group.size() != dist.get_world_size(),
             group_desc="commhooks direct messages",
         )
         found = _POSTED[group] = PostedReceives(own)
