@@ -130,9 +130,8 @@ def imagine() -> None:
 
 def _checked(name: str, collective: Callable[..., Any], made_by_name: Any) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
-        ours = (
-            args[0] in dist.distributed_c10d._world.pg_map
-        )  # other libraries, such as torchft, choose gloo themselves
+        # Other libraries, such as torchft, choose gloo themselves.
+        ours = args[0] in dist.distributed_c10d._world.pg_map
         for tensor in _tensors((args[1:], kwargs)):
             if ours and tensor in made_by_name:
                 raise RuntimeError(

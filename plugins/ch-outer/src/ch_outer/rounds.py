@@ -96,9 +96,9 @@ class Rounds(ABC):
         landed = self.shared.fragments[index].landed
         if landed is not None:
             return landed
-        return self.schedule.last(
-            min(index, self.schedule.fragments - 1), max(0, self.count - self.schedule.overlap)
-        )  # also after a state was loaded
+        # Also after a state was loaded. Thawed parameters take turns with the last fragment.
+        turn = min(index, self.schedule.fragments - 1)
+        return self.schedule.last(turn, max(0, self.count - self.schedule.overlap))
 
     def _start_due(self) -> None:
         last, every = self.schedule.fragments - 1, len(self.shared.fragments)

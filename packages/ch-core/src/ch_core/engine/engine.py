@@ -213,10 +213,8 @@ class Engine:
             self.counters.trace.finishing(begun)
         step = self.step
         if not self.in_step:  # no bucket arrived, but there is an error to send. Reports still read the buckets before
-            step.outcome = StepOutcome(self.reduction.name, self.transport, late=step.outcome.take_error())
+            step.outcome = self._new_outcome(late=step.outcome.take_error())
             step.participating = self.participating
-            if self._untold is not None:
-                step.outcome.fail(self._untold, DECODE)
             # This step has no draft, and would roll back that of the last one.
             self._local(self.resolve_before_next_step)
         if outside is not None:
@@ -344,9 +342,7 @@ class Engine:
         late = self.step.outcome.take_error()
         doubt = self.commits.begin(self.gather)
         stateful = bool(self.reduction.fields)
-        outcome = StepOutcome(self.reduction.name, self.transport, check_finite=stateful, late=late)
-        if self._untold is not None:
-            outcome.fail(self._untold, DECODE)
+        outcome = self._new_outcome(check_finite=stateful, late=late)
         self.step = Step(outcome, self.participating, self.messenger, self.step.keep)
         if doubt is not None:
             outcome.fail(doubt, ENCODE)
@@ -359,6 +355,13 @@ class Engine:
         self.counters.begin()
         if self.rank_check is not None and not self.rank_check.note:
             self._check_ranks(self.rank_check, device)
+
+    def _new_outcome(self, *, late: BaseException | None, check_finite: bool = False) -> StepOutcome:
+        """Return the outcome of a step that begins. It has failed if the peers must learn of an error of an earlier step."""
+        outcome = StepOutcome(self.reduction.name, self.transport, check_finite=check_finite, late=late)
+        if self._untold is not None:
+            outcome.fail(self._untold, DECODE)
+        return outcome
 
     def _check_ranks(self, check: RankCheck, device: torch.device) -> None:
         participating = self.step.participating

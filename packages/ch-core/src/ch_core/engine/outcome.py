@@ -211,7 +211,7 @@ class StepOutcome:
 
     Attributes:
         alone: True if this rank decided without its peers.
-        unsent: exception after the status was sent. Far ranks learn of it in the next step.
+        unsent: exception after the status was sent, which the status of a later step has to tell.
         progress: its current progress.
     """
 

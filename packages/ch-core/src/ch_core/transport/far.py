@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ch_core.errors import HookNotSupportedError, HookTimeoutError, TransportError
+from ch_core.errors import HookNotSupportedError, TransportError
 from ch_core.link import Link
+from ch_core.requests import Scope
 from ch_core.transport.base import Work
-from ch_core.transport.process_group import ProcessGroupTransport, group_timeout, refuse_lost
+from ch_core.transport.process_group import WHERE, ProcessGroupTransport, group_timeout, loss_of, refuse_lost
 
 _LONGEST = (1 << 31) - 1  # bytes of a message, because its length is its tag
 
@@ -55,13 +56,7 @@ class _Exchange:
                 else:
                     work.wait(timedelta(seconds=max(begun + timeout - time.monotonic(), 0.001)))
         except RuntimeError as error:
-            waited = time.monotonic() - begun
-            if timeout is not None and waited >= 0.95 * timeout:
-                raise HookTimeoutError(
-                    f"{self._what} was not done after {waited:.1f} s (deadline {timeout:g} s): a rank is frozen, or does not "
-                    "take part in the same collectives. Raise attach(timeout=...) if ranks are merely slow"
-                ) from error
-            raise TransportError(f"{self._what} failed: {error}") from error
+            raise loss_of(self._what, begun, timeout, error) from error
         self._read({peer: one.buffer for peer, one in self.receives.items()})
         self._posted.end(self)
 
@@ -143,12 +138,11 @@ class FarTransport(ProcessGroupTransport):
                 "link= changes how tensors of a CPU travel over gloo, and this group has no gloo"
             )
         self.link: Link | None = link
-        self._link = link
 
-    def among(self, group: dist.ProcessGroup, where: str) -> ProcessGroupTransport:
-        if where == "inside the node":  # its ranks are near
-            return super().among(group, where)
-        return FarTransport(group, self._link, where)
+    def among(self, group: dist.ProcessGroup, scope: Scope) -> ProcessGroupTransport:
+        if self.link is None or scope == "node":  # ranks of a node are near
+            return super().among(group, scope)
+        return FarTransport(group, self.link, WHERE[scope])
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         if not self._direct(input.nbytes, output):
@@ -191,9 +185,10 @@ class FarTransport(ProcessGroupTransport):
     def _exchange(
         self, what: str, parts: Sequence[torch.Tensor], read: Callable[[dict[int, torch.Tensor]], None]
     ) -> Work:
+        assert self.group is not None  # noqa: S101 - set by __init__
         refuse_lost(self.group)
         try:
-            return _posted(self.group or dist.group.WORLD).exchange(what + self._where, parts, read)
+            return _posted(self.group).exchange(what + self._where, parts, read)
         except RuntimeError as error:
             raise TransportError(f"{what}{self._where} could not be started: {error}") from error
 

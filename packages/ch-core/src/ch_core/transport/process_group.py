@@ -24,7 +24,7 @@ _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "al
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 
 
-_WHERE: dict[Scope, str] = {"node": "inside the node", "peers": "between the nodes"}
+WHERE: dict[Scope, str] = {"node": "inside the node", "peers": "between the nodes"}
 
 
 def gather_pieces(nbytes: int, world_size: int) -> int:
@@ -40,6 +40,24 @@ def gather_pieces(nbytes: int, world_size: int) -> int:
     if not SIZES.pieces_from <= nbytes * world_size < SIZES.pieces_below:
         return 1
     return -(-nbytes // max(SIZES.piece_bytes // world_size, SIZES.part_bytes))
+
+
+def loss_of(what: str, begun: float, timeout: float | None, error: RuntimeError) -> HookTimeoutError | TransportError:
+    """Return the typed error of a work of ``torch.distributed`` whose wait raised.
+
+    Args:
+        what: the work.
+        begun: ``time.monotonic()`` before the wait.
+        timeout: deadline of the wait in seconds.
+        error: what torch raised.
+    """
+    waited = time.monotonic() - begun
+    if timeout is not None and waited >= 0.95 * timeout:
+        return HookTimeoutError(
+            f"{what} was not done after {waited:.1f} s (deadline {timeout:g} s): a rank is frozen, or does not take part in the "
+            "same collectives. Raise attach(timeout=...) if ranks are merely slow"
+        )
+    return TransportError(f"{what} failed: {error}")
 
 
 class ProcessGroupWork:
@@ -60,13 +78,7 @@ class ProcessGroupWork:
             else:
                 self._work.wait()
         except RuntimeError as error:
-            waited = time.monotonic() - begun
-            if timeout is not None and waited >= 0.95 * timeout:
-                raise HookTimeoutError(
-                    f"{self._what} was not done after {waited:.1f} s (deadline {timeout:g} s): a rank is frozen, or "
-                    "does not take part in the same collectives. Raise attach(timeout=...) if ranks are merely slow"
-                ) from error
-            raise TransportError(f"{self._what} failed: {error}") from error
+            raise loss_of(self._what, begun, timeout, error) from error
 
     def future(self) -> Any:
         """Return torch's future of the work."""
@@ -110,7 +122,7 @@ class ProcessGroupTransport:
         self.topology: Topology | None = None
         self._where = f" {where}" if where else ""
         self._free = free
-        self._inside = where == _WHERE["node"]
+        self._inside = where == WHERE["node"]
         # None stands for this transport. A reference to itself would keep the group until a garbage collection.
         self._scoped: dict[Scope, ProcessGroupTransport | None] = {"all": None}
 
@@ -175,13 +187,13 @@ class ProcessGroupTransport:
         else:
             self.topology = learn(nodes, self.world_size, StoreExchange(self.group, wait))
         groups = _sub_groups(self.group, self.topology, self.rank)
-        for scope, where in _WHERE.items():
+        for scope in WHERE:
             group = groups[scope]
-            self._scoped[scope] = None if group is self.group else self.among(group, where)
+            self._scoped[scope] = None if group is self.group else self.among(group, scope)
 
-    def among(self, group: dist.ProcessGroup, where: str) -> "ProcessGroupTransport":
-        """Return a transport over some of the ranks."""
-        return ProcessGroupTransport(group, free=self._free, where=where)
+    def among(self, group: dist.ProcessGroup, scope: Scope) -> "ProcessGroupTransport":
+        """Return a transport over the ranks of a scope, which form a group."""
+        return ProcessGroupTransport(group, free=self._free, where=WHERE[scope])
 
     def scoped(self, scope: Scope) -> "ProcessGroupTransport":
         """Return the transport among the ranks of a scope. Only ``"all"`` works without :meth:`open_levels`."""
@@ -217,7 +229,7 @@ def _sub_groups(group: dist.ProcessGroup, topology: Topology, rank: int) -> dict
     if topology not in kept:
         made: dict[Scope, dist.ProcessGroup] = {}
         ranks = dist.get_process_group_ranks(group)
-        for scope in _WHERE:
+        for scope in WHERE:
             members = topology.members(rank, scope)
             if len(members) == topology.world_size:
                 made[scope] = group
@@ -227,7 +239,7 @@ def _sub_groups(group: dist.ProcessGroup, topology: Topology, rank: int) -> dict
                 timeout=timedelta(seconds=group_timeout(group)),
                 backend=dist.get_backend_config(group),
                 use_local_synchronization=True,
-                group_desc=f"commhooks {_WHERE[scope]}",
+                group_desc=f"commhooks {WHERE[scope]}",
             )
         kept[topology] = made
     found: dict[Scope, dist.ProcessGroup] = kept[topology]

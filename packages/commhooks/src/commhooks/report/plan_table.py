@@ -147,22 +147,24 @@ class _Message(NamedTuple):
 
 def _messages(plan: Sequence[StagePlan], topology: Topology, tuning: CpuTuning) -> list[_Message]:
     """Return the messages of one bucket. All-reduces of a stage with equal dtype, op, wire and scope are one message."""
-    made, near = [], tuning.link is None
+    made = []
+
+    def by_ring(scope: Scope) -> bool:  # far ranks send to each other directly
+        return tuning.link is None or scope == "node"
+
     for stage in plan:
         reduced: dict[object, list[RequestPlan]] = {}
         for request in stage:
             if request.kind == "all_reduce":
                 reduced.setdefault((request.dtype, request.op, request.wire, request.scope), []).append(request)
             else:
-                ring = request.kind != "all_to_all" and (near or request.scope == "node")
+                ring = request.kind != "all_to_all" and by_ring(request.scope)
                 made.append(_Message(request.scope, request.payload_bytes, ring))
         for group in reduced.values():
             first, nbytes = group[0], sum(request.payload_bytes for request in group)
             ranks = topology.size(first.scope)
-            free = (
-                len(plan) > 1 or ranks == 2 or first.wire is not None or not near
-            )  # otherwise DDP's order of additions
+            # Otherwise ranks add in DDP's order.
+            free = len(plan) > 1 or ranks == 2 or first.wire is not None or tuning.link is not None
             direct = free and first.op != "max" and first.dtype.is_floating_point and tuning.direct(nbytes, ranks)
-            ring = not direct and (near or first.scope == "node")
-            made.append(_Message(first.scope, nbytes * (ranks if direct else 2), ring))
+            made.append(_Message(first.scope, nbytes * (ranks if direct else 2), not direct and by_ring(first.scope)))
     return made
