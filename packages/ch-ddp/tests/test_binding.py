@@ -121,6 +121,7 @@ def test_detach_ends_the_watch_of_the_optimizer(alone: None) -> None:
     def hooks() -> tuple[int, int]:
         return len(torchs._global_optimizer_pre_hooks), len(torchs._global_optimizer_post_hooks)
 
+    gc.collect()  # a watch of an earlier test may still wait for it
     before, model = hooks(), wrapped()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     handle = commhooks.attach(model, "powersgd(rank=4)", optimizer=optimizer, single_process=True)

@@ -1,6 +1,5 @@
 """``attach(link=)``: ranks that are far apart train to one model, agree on their link, and remember it."""
 
-import logging
 import os
 import signal
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from ch_testing import spawn
+from ch_testing import LogLines, spawn
 from commhooks import HookConfigError, RankMismatchError, TransportError
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(200)]
@@ -56,19 +55,9 @@ def test_far_ranks_hold_one_model_and_two_of_them_the_bits_of_near_ones(world: i
             assert (far - near).norm() < 2e-4 * near.norm(), hook
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def remembers(rank: int, world: int) -> list[Any]:
     torch.distributed.new_group([0])  # torch could name groups by the number of groups that a rank is in
-    model, lines = wrapped(), Lines()
-    logging.getLogger("commhooks").addHandler(lines)
+    model, lines = wrapped(), LogLines()
     with pytest.raises(RankMismatchError, match="200mbit,80ms"):
         commhooks.attach(model, "quant4", link="far" if rank else "100mbit,80ms")
     handle = commhooks.attach(model, "powersgd(rank=4)", link="far")

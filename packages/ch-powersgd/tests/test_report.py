@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from ch_testing import spawn
+from ch_testing import LogLines, spawn
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -80,18 +80,8 @@ def test_the_rows_add_up_to_the_counters() -> None:
     spawn(body, 2, timeout=110)
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def body_warned(rank: int, world: int) -> list[Any]:
-    lines = Lines()
-    logging.getLogger("commhooks").addHandler(lines)
+    lines = LogLines()
     logging.getLogger("commhooks").setLevel(logging.WARNING)
     never = trained("powersgd(rank=300)")
     [warning] = never.report().warnings

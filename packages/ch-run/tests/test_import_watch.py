@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ch_run.settings import Settings
+from commhooks.cli.env import unknown_variables
+
 PLUGIN = """
 import pluggy
 hookimpl = pluggy.HookimplMarker("commhooks")
@@ -45,3 +48,7 @@ def test_a_plugin_with_a_bad_wrapper_breaks_no_import_of_torch(tmp_path: Path, a
 def test_env_reports_a_variable_that_ends_every_import_of_torch(tmp_path: Path) -> None:
     done = python(tmp_path, "-m", "commhooks", "env", hook="no_such_hook")
     assert done.returncode == 1 and "SystemExit: COMMHOOKS_HOOK: UnknownHookError" in done.stdout, done.stderr
+
+
+def test_commhooks_knows_every_variable_of_run() -> None:
+    assert unknown_variables(dict.fromkeys(Settings.variables(), "")) == []

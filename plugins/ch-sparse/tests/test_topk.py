@@ -15,7 +15,7 @@ from ch_core import SimulatedRank, simulate
 from ch_sparse import TopK
 from ch_sparse.chunks import Chunks, largest
 from ch_sparse.message import TwoLevels
-from ch_testing import spawn
+from ch_testing import LogLines, spawn
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -255,17 +255,6 @@ def train(model: nn.Module, rank: int) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-class Records(logging.Handler):
-    """A log handler that keeps warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def body_gloo(rank: int, world: int) -> dict[str, tuple[torch.Tensor, dict[str, float]]]:
     found = {}
     for expr in ("topk(density=0.05)", "topk(density=0.1, bits=2, chunk=100, exempt=False, decay=0.9)"):
@@ -280,10 +269,9 @@ def body_gloo(rank: int, world: int) -> dict[str, tuple[torch.Tensor, dict[str, 
         assert handle.stats()["payload_bytes"] - before == 3 * handle.payload_per_step()
         found[expr] = trained, handle.stats()
     handle.detach()
-    said = Records()
-    logging.getLogger("commhooks").addHandler(said)
+    said = LogLines(logging.WARNING)
     handle = commhooks.attach(model, "topk(density=0.5)")
-    assert said.texts == [f"[rank 0] {text}" for text in handle.cautions() if rank == 0]
+    assert said.lines == [f"[rank 0] {text}" for text in handle.cautions() if rank == 0]
     assert "from 3 ranks on" in handle.cautions()[0]
     return found
 

@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.distributed import ReduceOp
 
-from ch_core import Work
+from ch_core import Link, Work
 from ch_ft import manager as managers
 from ch_ft import torchft_support
 from ch_ft.fail_fast import FailFast, summary
@@ -35,7 +35,7 @@ class ManagerTransport:
     """
 
     elastic = True
-    link = None
+    link: Link | None = None  # its members come and go
     free = False
 
     def __init__(

@@ -9,6 +9,7 @@ from ch_testing.contract import HookContract as HookContract
 from ch_testing.contract_fsdp1 import FlatHookContract as FlatHookContract
 from ch_testing.faulty import Faulty as Faulty
 from ch_testing.faulty import Injected as Injected
+from ch_testing.log_lines import LogLines as LogLines
 from ch_testing.processes import RankResult as RankResult
 from ch_testing.processes import Ranks as Ranks
 from ch_testing.processes import WorkerError as WorkerError

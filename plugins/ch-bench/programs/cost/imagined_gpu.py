@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import commhooks
 from ch_bench.pytorch_hooks import reduction_of
-from ch_core import Engine
+from ch_core import Engine, Link
 from ch_ddp import DDPDriver
 from commhooks import Bucket, BucketLayout, HookState, Reduction, Topology
 from programs.cost.kernel_launches import launches_kernel
@@ -329,7 +329,8 @@ class SilentGroup:
         ranks_per_node: ranks of each node, if hooks with two levels use the group.
     """
 
-    rank, free, elastic, link = 0, False, False, None
+    rank, free, elastic = 0, False, False
+    link: Link | None = None
 
     def __init__(
         self, gpu: ImaginedGPU, world_size: int = 2, stream: str = COLLECTIVES, ranks_per_node: int | None = None

@@ -26,15 +26,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
+import ch_core
 from ch_bench import record
 from ch_bench.installation import Installation
 from ch_bench.links import netns
-from ch_bench.links.link import Link
+from ch_bench.links.link import FAR_APART, Link
 
 BASE = "torch fp16"
 HOOKS = ["torch allreduce", BASE, "torch PowerSGD rank 4", "bf16_compress", "quant8", "quant4", "powersgd(rank=4)",
          "topk(density=0.01)"]  # fmt: skip
-FAR = 0.005  # seconds of a round trip from which on hooks are told the link
 WARM_UP = 8  # steps: DDP rebuilds its buckets, PyTorch's PowerSGD begins after two, and TCP's windows grow
 STEPS = 3  # of a cell in a block
 Cell = tuple[int, str]  # buckets, hook
@@ -67,8 +67,9 @@ def measure(
         found: list[Times] = [{cell: [] for cell in cells} for _ in pythons]
         running: list[Installation] = []
         try:
-            trip_of_link = link.round_trip or 0.0
-            words = f"{link.rate / 1e6:g}mbit,{trip_of_link * 1e3:g}ms" if link.rate and trip_of_link >= FAR else ""
+            words = ""
+            if link.rate and link.round_trip and link.round_trip >= FAR_APART:
+                words = str(ch_core.Link(link.rate, link.round_trip))
             for number, python in enumerate(pythons):
                 told = words if python == pythons[-1] else ""  # an older installation may not know link=
                 running.append(start(python, net, Path(folder), f"store{number}", told))

@@ -3,6 +3,7 @@
 import sys
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,8 @@ def model_with(hook: str, buckets: int, link: str) -> DistributedDataParallel:
     if hook in LABELS:
         attach_pytorch(model, hook)
     else:
-        commhooks.attach(model, hook, **({"link": link} if link else {}))
+        options: dict[str, Any] = {"link": link} if link else {}  # an older installation does not know the option
+        commhooks.attach(model, hook, **options)
     return model
 
 

@@ -1,6 +1,7 @@
 """`commhooks.attach`: puts a hook on a wrapped model of any kind."""
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -120,8 +121,7 @@ def attach(
     binding = _bind(model, handle, adapter, options, alone=alone)
     try:
         _agree(model, handle, binding, options, check)
-        refusal = low_rank_refusal(handle, binding)
-        if refusal is not None and binding.watch is not None:
+        if binding.watch is not None and (refusal := low_rank_refusal(handle, binding)) is not None:
             binding.watch.refuse(refusal)
         binding.after_agreement()
     except BaseException:
@@ -185,6 +185,8 @@ def _log_attached(model: torch.nn.Module, handle: CommHook, binding: Binding) ->
     if binding.engine is not None and binding.engine.transport.rank == 0:
         for caution in handle.cautions():
             log.warning("[rank 0] %s", caution)
+    if not log.isEnabledFor(logging.INFO):  # the sentence plans every bucket
+        return
     if (binding.engine.transport.rank if binding.engine is not None else dist.get_rank(binding.group)) == 0:
         log.info("%s", start_line(handle, model))
 

@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+import ch_core
 from ch_bench.advise.cluster import (
     BUCKET,
     FASTEST,
@@ -32,12 +33,10 @@ from ch_bench.advise.outer import rounds
 from ch_bench.advise.predict import HOOKS, LEVELED, SHARDED_HOOKS, WORTH, recorded_loss
 from ch_bench.advise.workload import find, made_by
 from ch_bench.help_text import without_trailing_spaces
-from ch_bench.links.link import Link
+from ch_bench.links.link import FAR_APART, NUMBER, UNITS, Link
 from commhooks import BucketLayout, HookConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-FAR_APART = 0.005  # seconds of a round trip from which attach(link=) helps
 Fail = Callable[[str], NoReturn]
 
 
@@ -67,7 +66,7 @@ def seconds_of(text: str) -> float:
     Raises:
         ValueError: it is not a time.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(us|ms|s)", text.strip().lower())
+    found = re.fullmatch(NUMBER + r" ?(us|ms|s)", text.strip().lower())
     if found is None:
         raise ValueError(f"{text!r} is not a time; legal is a number and us, ms or s, as in 250ms")
     return float(found[1]) * UNITS[found[2]]
@@ -265,8 +264,8 @@ def _reasons(cluster: Cluster, training: Training, found: Answer) -> list[str]:
     best = min(found.lines, key=lambda one: one.seconds)
     if cluster.round_trip >= FAR_APART and cluster.ranks == 1 and not training.sharded:
         made.append(
-            f"On CPUs, commhooks.attach(link='{_word(cluster)}') or run --link sends a step in fewer half round trips than "
-            "this table has."
+            f"On CPUs, commhooks.attach(link='{ch_core.Link(cluster.bits, cluster.round_trip)}') or run --link sends a step in "
+            "fewer half round trips than this table has."
         )
     outer = None if training.sharded else rounds(training.step, best.link, best.hook, best.seconds)
     if outer is not None:
@@ -295,7 +294,3 @@ def _time(seconds: float) -> str:
 def _rate(bits: float) -> str:
     unit, size = ("Gbit/s", 1e9) if bits >= 1e9 else ("Mbit/s", 1e6)
     return f"{bits / size:.3g} {unit}" if bits / size < 1000 else f"{bits / size:.0f} {unit}"
-
-
-def _word(cluster: Cluster) -> str:
-    return f"{cluster.bits / 1e6:g}mbit,{cluster.round_trip * 1e3:g}ms"

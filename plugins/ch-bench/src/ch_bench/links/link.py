@@ -9,6 +9,7 @@ LEGAL = (
     "as in 200mbit,80ms,20ms jitter,1% loss"
 )
 NUMBER = r"(\d+(?:\.\d+)?)"
+FAR_APART = 0.005  # seconds of a round trip from which on attach(link=) helps
 
 
 class Link(NamedTuple):
