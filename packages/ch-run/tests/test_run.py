@@ -182,7 +182,9 @@ def test_a_script_that_starts_its_ranks_itself(tmp_path: Path, method: str) -> N
     script = f"{head}\n{ranks}{body}{start}"
     done = run(tmp_path, script, ranks=0, hook=HOOK, must_attach=True)
     assert [model["stats"]["compressed_steps"] for model in done.report["models"]] == [3, 3]
-    assert done.err.count("commhooks run:") == 1 and "no model was wrapped" not in done.err
+    starts = [line.split(":")[0] for line in done.err.splitlines() if line.startswith(f"commhooks run: {HOOK} on ")]
+    assert len(starts) == 3, done.err  # of each model once, and of the report
+    assert "no model was wrapped" not in done.err
 
 
 SEMANTICS = """
