@@ -25,6 +25,7 @@ from ch_core import (
     TransportError,
     simulate,
 )
+from ch_core.transport.far import PostedReceives
 from ch_testing import spawn
 from tests.seed import SEED
 
@@ -94,6 +95,27 @@ def collectives(rank: int, world: int, seed: int) -> int:
 @pytest.mark.parametrize("world", [2, 3])
 def test_collectives_in_flight_together_have_the_sums_of_rank_order(world: int) -> None:
     assert min(spawn(collectives, world, SEED, timeout=100)) > 6
+
+
+def second_halves(rank: int, world: int) -> list[str]:
+    transport = FarTransport(None, FAR)
+    works = [transport.all_reduce(torch.ones(100 * n), "sum") for n in (1, 2, 3)]
+    started: list[str] = []
+    exchange = PostedReceives.exchange
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            PostedReceives, "exchange", lambda self, what, *rest: started.append(what) or exchange(self, what, *rest)
+        )
+        works[0].wait(30.0)
+    for work in works[1:]:
+        work.wait(30.0)
+    return started
+
+
+@pytest.mark.gloo
+def test_all_reduces_in_flight_together_take_two_halves_of_a_round_trip() -> None:
+    """The first wait starts the second half of all of them."""
+    assert spawn(second_halves, 3, timeout=100) == [["all-gather"] * 3] * 3
 
 
 def lose(rank: int, world: int, frozen: bool) -> str:

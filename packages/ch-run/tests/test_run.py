@@ -320,7 +320,9 @@ def test_each_model_gets_a_trace(tmp_path: Path) -> None:
 
 
 def test_the_rounds_of_an_outer_optimizer_get_a_trace(tmp_path: Path) -> None:
-    done = run(tmp_path, "ddp_loop", outer="streaming_diloco(every=4, fragments=2, overlap=1)", trace="traces")
+    outer = "streaming_diloco(every=4, fragments=2, overlap=1)"
+    done = run(tmp_path, "ddp_loop", outer=outer, trace="traces", link="far")
+    assert done.report["models"][0]["link"] == "200mbit,80ms"
     [file] = (tmp_path / "traces").iterdir()
     events = json.loads(file.read_text())["traceEvents"]
     threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}

@@ -85,7 +85,7 @@ class AutoAttach:
             )
         try:
             if settings.outer:
-                outer = attach_outer(model, name, settings.outer) if trains else None
+                outer = attach_outer(model, name, settings.outer, settings.link) if trains else None
                 if outer is None:
                     return False
                 made: list[FoundModel] = [outer]

@@ -109,13 +109,14 @@ class OuterModel(FoundModel):
             del self.outer, self._close  # the closer holds the outer optimizer, which the next one would find
 
 
-def attach_outer(model: torch.nn.Module, name: str, expression: str) -> FoundModel | None:
+def attach_outer(model: torch.nn.Module, name: str, expression: str, link: str = "") -> FoundModel | None:
     """Stop the averaging of a model's gradients, and follow its optimizers. Return None if it has no optimizer yet.
 
     Args:
         model: wrapped for data parallelism, before its first forward with gradients.
         name: for people.
         expression: of the outer optimizer.
+        link: slowest link between two ranks, if the user has named it.
 
     Raises:
         SlotTakenError: the script already uses an outer optimizer or a communication hook.
@@ -145,6 +146,8 @@ def attach_outer(model: torch.nn.Module, name: str, expression: str) -> FoundMod
             "optimizer steps fp32 copies or is of another kind"
         )
     spec, options = REGISTRY.outer(expression)
+    if link:
+        options = {**options, "link": link}
     try:
         outer: Outer = REGISTRY.target(spec)(optims[-1], wrapped, process_group=group, **options)
     except RankMismatchError as error:

@@ -119,11 +119,6 @@ class Settings:
             )
         if self.link:
             Link.parse(self.link)
-        if self.outer and self.link:
-            raise HookConfigError(
-                f"--link {self.link} does not fit --outer, which exchanges once in many steps: give overlap= instead, as in "
-                "--outer 'streaming(every=30, overlap=3)'"
-            )
         if self.outer:
             REGISTRY.outer(self.outer, declared_only=True)
         elif self.hook:

@@ -26,11 +26,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
-import ch_core
 from ch_bench import record
 from ch_bench.installation import Installation
 from ch_bench.links import netns
-from ch_bench.links.link import FAR_APART, Link
+from ch_bench.links.link import Link
 
 BASE = "torch fp16"
 HOOKS = ["torch allreduce", BASE, "torch PowerSGD rank 4", "bf16_compress", "quant8", "quant4", "powersgd(rank=4)",
@@ -67,11 +66,8 @@ def measure(
         found: list[Times] = [{cell: [] for cell in cells} for _ in pythons]
         running: list[Installation] = []
         try:
-            words = ""
-            if link.rate and link.round_trip and link.round_trip >= FAR_APART:
-                words = str(ch_core.Link(link.rate, link.round_trip))
             for number, python in enumerate(pythons):
-                told = words if python == pythons[-1] else ""  # an older installation may not know link=
+                told = (link.told or "") if python == pythons[-1] else ""  # an older installation may not know link=
                 running.append(start(python, net, Path(folder), f"store{number}", told))
             for cell in cells:
                 for each in running:

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from ch_bench.pytorch_hooks import LABELS, attach_pytorch
-from ch_outer import OuterOptimizer, Schedule
+from ch_outer import FixedRanks, OuterOptimizer, Schedule
 
 SPARSE = "topk(density=0.02, bits=2, decay=0.95)"
 FOUR_BITS = "quant4"
@@ -154,26 +154,29 @@ class Running:
             return _copy(self.model)
 
 
-def start(method: Method, net: torch.nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> Running:
+def start(
+    method: Method, net: torch.nn.Module, make: Callable[[Any], torch.optim.Optimizer], link: str | None = None
+) -> Running:
     """Set up a method on a model.
 
     Args:
         method: to set up.
         net: with equal parameters on every rank.
         make: makes the inner optimizer from parameters.
+        link: for ``link=``, if ranks are far apart.
     """
     if method.by_run:
         model = DistributedDataParallel(net)  # COMMHOOKS_OUTER makes the outer optimizer, in its first forward
         return Running(model, make(model.parameters()))
     if method.every:
-        outer = method.outer(make(net.parameters()), net)
+        outer = method.outer(make(net.parameters()), net, ranks=FixedRanks(link=link))
         return Running(net, outer, outer)
     # PyTorch's PowerSGD hangs on gloo with two buckets, so one bucket is the default for all methods.
     model = DistributedDataParallel(net, bucket_cap_mb=method.bucket_mb or 1000.0, gradient_as_bucket_view=True)
     if method.exchange in LABELS:
         attach_pytorch(model, method.exchange)
     else:
-        commhooks.attach(model, method.exchange)
+        commhooks.attach(model, method.exchange, link=link)
     return Running(model, make(model.parameters()))
 
 

@@ -15,6 +15,8 @@ Evaluation uses a copy of the model, made when it was due.
 evaluation with a second model, so that a slow machine slows both. Utilization is the time of the same steps without
 communication divided by the clock's.
 
+From a round trip of 5 ms on, our methods are told the link (``link=``).
+
 Every finished method is kept in ``race.json`` and does not run again.
 """
 
@@ -157,7 +159,7 @@ def run(args: argparse.Namespace, link: str, seed: int, method: Method, goal: fl
     settings = {name: getattr(args, name) for name in names}
     with netns.Network(2, link) as net:
         verified = net.verify()
-        launch.launch(worker, 2, settings, method.as_dict(), seed, goal, path, enter=net.enter)
+        launch.launch(worker, 2, settings, method.as_dict(), Link.parse(link).told, seed, goal, path, enter=net.enter)
     found: Record = json.loads(path.read_text())
     path.unlink()
     head = {"link": link, "verified_bits": round(verified), "seed": seed, "label": method.label, "settings": settings}
@@ -180,6 +182,7 @@ def worker(
     device: torch.device,
     settings: dict[str, Any],
     fields: Record,
+    link: str | None,
     seed: int,
     goal: float | None,
     path: Path,
@@ -191,7 +194,7 @@ def worker(
     net = make_net(settings, data.vocab)
     make = partial(adamw, lr=settings["lr"])
     racer = _Racer(
-        start(method, net.to(device), make),
+        start(method, net.to(device), make, link),
         text.Batches(data.train, settings["batch"], settings["context"], rank, seed),
     )
     twin = make_net(settings, data.vocab).to(device)

@@ -21,12 +21,15 @@ class FixedRanks:
     Args:
         process_group: the ranks, by default all. With DDP or FSDP2 inside groups, the ranks of equal place in each group.
         transport: instead of a process group, for example the transport of a simulated rank.
+        link: slowest link between two ranks, such as ``"200mbit,80ms"``, as for :func:`commhooks.attach`. Only over a process
+            group of CPU tensors. All ranks need the same.
         timeout: seconds that one collective may take; by default those of the process group.
         verify_ranks: True to compare options, shapes and starts over the ranks first.
     """
 
     process_group: dist.ProcessGroup | None = None
     transport: Transport | None = None
+    link: str | None = None
     timeout: float | None = None
     verify_ranks: bool = True
 

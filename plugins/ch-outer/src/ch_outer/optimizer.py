@@ -274,8 +274,11 @@ class OuterOptimizer(InnerOptimizer):
         ``exchange_share`` is the share of this rank's time in which steps waited for exchanges. ``apart`` has, for each exchange,
         the distance of this rank's parameters from the mean of all ranks, divided by the parameters' norm. ``apart_growth``
         compares the latest distances with the first. ``steps_alone`` counts the latest inner steps that no other rank has yet.
+        ``link`` is that of ranks that are far apart.
         """
-        return {**self.rounds.progress.figures(), "steps_alone": self.rounds.steps_alone()}
+        found = {**self.rounds.progress.figures(), "steps_alone": self.rounds.steps_alone()}
+        link = self.rounds.shared.reducers[0].handle.link
+        return found if link is None else {**found, "link": str(link)}
 
     # -- checkpoints
 

@@ -6,6 +6,7 @@ So every rank sends to every other one directly, and posts the next receive of a
 """
 
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,6 +22,9 @@ from ch_core.transport.base import Work
 from ch_core.transport.process_group import WHERE, ProcessGroupTransport, group_timeout, loss_of, refuse_lost
 
 _LONGEST = (1 << 31) - 1  # bytes of a message, because its length is its tag
+# Bytes of messages for which a further receive is posted. The next one of this length may follow at once, as PowerSGD's second
+# message does, and a receive that is posted only then takes half a round trip to be known.
+_WITH_SPARE = 1 << 20
 
 
 class _Receive:
@@ -105,9 +109,9 @@ class PostedReceives:
 
     def _take(self, peer: int, nbytes: int) -> _Receive:
         ready = self._ready[peer, nbytes]
-        if ready:
-            return ready.popleft()
-        return _Receive(self._group, peer, torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+        while len(ready) < (2 if nbytes <= _WITH_SPARE else 1):
+            ready.append(_Receive(self._group, peer, torch.empty(nbytes, dtype=torch.uint8, device="cpu")))
+        return ready.popleft()
 
     def end(self, exchange: _Exchange) -> None:
         """Post the receives of an exchange for the next one of this length, now that their bytes have been read."""
@@ -138,6 +142,7 @@ class FarTransport(ProcessGroupTransport):
                 "link= changes how tensors of a CPU travel over gloo, and this group has no gloo"
             )
         self.link: Link | None = link
+        self._halfway: deque[weakref.ref[_ScatterThenGather]] = deque()  # in the order of their starts
 
     def among(self, group: dist.ProcessGroup, scope: Scope) -> ProcessGroupTransport:
         if self.link is None or scope == "node":  # ranks of a node are near
@@ -177,7 +182,22 @@ class FarTransport(ProcessGroupTransport):
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         if op != "sum" or tensor.is_sparse or not self._direct(tensor.nbytes, tensor):
             return super().all_reduce(tensor, op)
-        return _ScatterThenGather(self, tensor)
+        made = _ScatterThenGather(self, tensor)
+        self._halfway.append(weakref.ref(made))
+        return made
+
+    def start_second_halves(self, ends: float | None) -> None:
+        """Start the second exchange of each all-reduce when its first one has arrived.
+
+        All of them together then take two halves of a round trip. One after the other they would take one more for each.
+
+        Args:
+            ends: ``time.monotonic()`` of the deadline.
+        """
+        while self._halfway:
+            one = self._halfway.popleft()()
+            if one is not None:
+                one.start_gather(ends)
 
     def _direct(self, nbytes: int, tensor: torch.Tensor) -> bool:
         return tensor.is_cpu and self.world_size > 1 and 0 < nbytes <= _LONGEST
@@ -194,26 +214,40 @@ class FarTransport(ProcessGroupTransport):
 
 
 class _ScatterThenGather:
-    """An all-reduce in two exchanges. The second one starts in ``wait``, which all ranks call in the same order."""
+    """An all-reduce in two exchanges. The second one starts in ``wait``, which all ranks call at the same point of a step."""
 
     def __init__(self, transport: FarTransport, tensor: torch.Tensor) -> None:
         self._transport, self._tensor = transport, tensor
+        self._gather: Work | None = None
         world, numel = transport.world_size, tensor.numel()
         self._padded = torch.zeros(-(-numel // world) * world, dtype=tensor.dtype, device="cpu")
         self._padded[:numel].copy_(tensor.view(-1))
         self._mine = self._padded.view(world, -1)[transport.rank]
         self._scatter = transport.reduce_scatter(self._mine, self._padded, "sum")
 
+    def start_gather(self, ends: float | None) -> None:
+        """Wait for the first exchange, and start the second one."""
+        self._scatter.wait(_left(ends))
+        self._whole = torch.empty_like(self._padded)
+        self._gather = self._transport.all_gather(self._whole, self._mine)
+
     def wait(self, timeout: float | None) -> None:
         """See :meth:`.Work.wait`."""
-        self._scatter.wait(timeout)
-        whole = torch.empty_like(self._padded)
-        self._transport.all_gather(whole, self._mine).wait(timeout)
-        self._tensor.view(-1).copy_(whole[: self._tensor.numel()])
+        ends = None if timeout is None else time.monotonic() + timeout
+        self._transport.start_second_halves(ends)
+        if self._gather is None:  # the first exchange was lost while the work waited for another one
+            self.start_gather(ends)
+        assert self._gather is not None  # noqa: S101 - started
+        self._gather.wait(_left(ends))
+        self._tensor.view(-1).copy_(self._whole[: self._tensor.numel()])
 
     def is_completed(self) -> bool:
         """True, because no message writes to the tensor before :meth:`wait`."""
         return True
+
+
+def _left(ends: float | None) -> float | None:
+    return None if ends is None else max(ends - time.monotonic(), 0.001)
 
 
 def _write_to(rows: torch.Tensor) -> Callable[[dict[int, torch.Tensor]], None]:

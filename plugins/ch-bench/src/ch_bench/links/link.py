@@ -3,6 +3,8 @@
 import re
 from typing import NamedTuple
 
+import ch_core
+
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 LEGAL = (
     "legal is a number and kbit, mbit or gbit, and then a round trip, jitter and loss if the link has them, "
@@ -42,6 +44,17 @@ class Link(NamedTuple):
     def delayed(self) -> bool:
         """True if a process delays packets."""
         return self.round_trip is not None
+
+    @property
+    def told(self) -> str | None:
+        """Words for ``attach(link=)`` if the link makes its ranks far apart.
+
+        >>> Link.parse("200mbit,80ms,1% loss").told, Link.parse("1gbit,0.4ms").told
+        ('200mbit,80ms', None)
+        """
+        if self.rate is None or self.round_trip is None or self.round_trip < FAR_APART:
+            return None
+        return str(ch_core.Link(self.rate, self.round_trip))
 
     @classmethod
     def parse(cls, text: str) -> "Link":
