@@ -14,9 +14,12 @@ from ch_core import (
     AllGather,
     Bucket,
     CpuTuning,
+    Engine,
     FarTransport,
+    HookState,
     HookTimeoutError,
     Link,
+    RankMismatchError,
     Reduction,
     RemoteHookError,
     SimulatedRank,
@@ -200,3 +203,29 @@ def test_an_error_after_the_status_is_told_to_far_ranks_by_every_later_step() ->
 @pytest.mark.parametrize("tuning", [CpuTuning.over(FAR), CpuTuning.off()], ids=["far", "near"])
 def test_infinite_numbers_after_the_status_undo_the_step_on_all_ranks(tuning: CpuTuning) -> None:
     assert run(tuning, infinite_at=1) == [[("", 1), ("", 1), ("", 2), ("", 3)]] * 2
+
+
+def drops_a_step_alone(rank: int, world: int) -> list[str]:
+    transport = FarTransport(None, FAR)
+    engine = Engine(Careless(), transport, HookState(), timeout=20.0)
+    seen = []
+    for step in range(4):
+        bucket = Bucket.from_tensors({"w": torch.ones(5)})
+        if rank == 0 and step == 1:
+            engine.submit(bucket)  # sends its message
+            engine.abandon()
+        engine.submit(bucket)
+        error = engine.finish()
+        engine.resolve_step()
+        seen.append(type(error).__name__)
+    if rank == 1:
+        engine.submit(bucket)  # the message for which rank 0 waits in its last step
+        engine.abandon()
+    return seen
+
+
+@pytest.mark.gloo
+def test_a_rank_that_drops_a_step_alone_is_an_error_on_all_in_every_later_step() -> None:
+    """Messages are matched by their order. So its peers would take those of the dropped step for those of the next one."""
+    mismatch = RankMismatchError.__name__
+    assert spawn(drops_a_step_alone, 2, timeout=100) == [["NoneType", mismatch, mismatch, mismatch]] * 2

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ch_outer import FixedRanks, OuterOptimizer, Schedule
 from ch_testing import spawn
@@ -49,3 +50,26 @@ def other_link(rank: int, world: int) -> str:
 def test_ranks_agree_on_the_link() -> None:
     texts: list[Any] = spawn(other_link, 2, timeout=100)
     assert all("link" in text for text in texts), texts
+
+
+def thawed_after_a_move(rank: int, world: int) -> list[torch.Tensor]:
+    """Two ranks and a third one train apart, then together."""
+    pair, every = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+    alone = dist.new_group([2])
+    model = make()
+    model[4].weight.requires_grad_(False)
+    optimizer = OuterOptimizer(
+        adam(model), model, Schedule(every=2), ranks=FixedRanks(pair if rank < 2 else alone, link="far")
+    )
+    train(model, optimizer, rank, range(4))
+    optimizer.move(every)
+    model[4].weight.requires_grad_(True)
+    train(model, optimizer, rank, range(4))
+    optimizer.finish()
+    return values(model)
+
+
+def test_a_parameter_that_thaws_after_a_move_is_exchanged_in_the_new_group() -> None:
+    first, *others = spawn(thawed_after_a_move, 3, timeout=100)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

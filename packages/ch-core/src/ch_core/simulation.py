@@ -181,6 +181,7 @@ class SimulatedTransport:
     free = False
     elastic = False
     link: Link | None = None
+    exchanged = 0
 
     def __init__(self, group: SimulatedGroup, rank: int, scope: Scope = "all") -> None:
         self.group = group

@@ -36,6 +36,7 @@ class ManagerTransport:
 
     elastic = True
     link: Link | None = None  # its members come and go
+    exchanged = 0
     free = False
 
     def __init__(

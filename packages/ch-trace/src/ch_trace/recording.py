@@ -282,6 +282,10 @@ class TracedTransport:
     def abort(self) -> None:
         self.inside.abort()
 
+    @property
+    def exchanged(self) -> int:
+        return self.inside.exchanged
+
     # -- of a LeveledTransport, whose check at run time does not see __getattr__
 
     @property
@@ -303,6 +307,8 @@ class TracedTransport:
         message.launched = time.perf_counter()
         if not output.is_cpu:  # the host does not learn the end: a future completes when the kernel is queued
             return TracedWork(work, message, None)
+        if self.link is not None:  # only its wait writes the output, so it is complete from the start for those who ask
+            return TracedWork(work, message, self._trace)
         if hasattr(work, "is_completed") and _nbytes(output) <= POLLED_BYTES:
             polled = PolledWork(work, message, self._trace)
             self._trace.poll(polled)

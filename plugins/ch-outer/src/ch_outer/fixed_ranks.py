@@ -78,8 +78,7 @@ class FixedRounds(Rounds):
                 if fragment.waiting:
                     self.move_start(fragment)
                 fragment.drop()
-        for reducer in self.shared.reducers:
-            reducer.move(process_group)
+        self.shared.move(process_group)
         device = next(iter(fragments[0].starts.values())).device
         given = broadcast_newest(self.state_dict(), (self.landed, self.count), process_group, device)
         behind = self.landed < given["landed"] or self.count == 0

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ch_outer.buffers import Buffers
@@ -83,7 +84,7 @@ class SharedModel:
         # Only ranks that compare their starts learn if all of them have unfrozen the same parameters.
         self._frozen = parameters_of(model)[1] if values else {}
         self.thawed: dict[str, torch.Tensor] = {}
-        where = ranks.reducer_options()
+        self._where = where = ranks.reducer_options()
         # Used in place of `self`, because a reference cycle would keep a dropped inner optimizer alive.
         every, facts = self.params, self.facts
 
@@ -118,6 +119,12 @@ class SharedModel:
         self.outer.param_groups[0]["params"] += starts.values()
         self.fragments.append(self._fragment(starts, {}))
         return len(self.fragments) - 1
+
+    def move(self, process_group: dist.ProcessGroup) -> None:
+        """Average over another group of ranks from now on, also parameters that thaw later."""
+        for reducer in self.reducers:
+            reducer.move(process_group)
+        self._where |= {"process_group": process_group, "transport": None}
 
     @property
     def reducers(self) -> list[Reducer]:

@@ -46,6 +46,8 @@ class Engine:
         state: memory of the reduction; a fresh one if not given.
         timeout: seconds that one collective may take on the host.
         sends_status: False to send exactly the messages of DDP without a hook.
+        status_last: True to send the status after all decoding also between far ranks, for a caller that goes on to exchange
+            something else. An error of one rank must then be known to all.
         tuning: decides how messages of a CPU are sent. All ranks need the same. By default it follows from the transport's link.
 
     Attributes:
@@ -68,6 +70,7 @@ class Engine:
         *,
         timeout: float | None = 60.0,
         sends_status: bool = True,
+        status_last: bool = False,
         tuning: CpuTuning | None = None,
     ) -> None:
         self.reduction, self.transport = reduction, transport
@@ -85,7 +88,7 @@ class Engine:
         self.step = Step(StepOutcome(reduction.name, transport, progress=Progress.RESOLVED), True, self.messenger)
         self.sampler = Sampler(transport.rank)
         self.rank_check: RankCheck | None = None
-        self._sends_status = sends_status
+        self._sends_status, self._status_last = sends_status, status_last
         self._resolving = threading.RLock()
         self._on_reduced: Callable[[Bucket], None] | None = None
         self._loss_scale: Callable[[], float] | None = None
@@ -507,7 +510,8 @@ class Engine:
         If this code raises, this rank raises at once, and the status of every later step tells the others. All ranks must hold
         the same reduced numbers, because each one decides alone if they are finite.
         """
-        if self.messenger.tuning.link is None or self._on_reduced is not None or self.messenger.device.type != "cpu":
+        near = self.messenger.tuning.link is None or self.messenger.device.type != "cpu"
+        if near or self._status_last or self._on_reduced is not None:
             return False
         plans = [run.plan.plan for run in self.step.in_flight]
         requests = [request for plan in plans for stage in plan for request in stage]
@@ -522,7 +526,9 @@ class Engine:
         if step.participating:
             clock = self.state.step + (self._local(self.commits.used_steps, DECODE) or 0)
         together = self._sends_status and self.transport.world_size > 1 and self.counters.communicated
-        step.outcome.send(clock, self.messenger.device, self.messenger.post if together else None, step.digest)
+        # A rank that has dropped a step alone is some messages ahead of the others, or behind them, for ever.
+        digest = step.digest + self.transport.exchanged
+        step.outcome.send(clock, self.messenger.device, self.messenger.post if together else None, digest)
 
     def _agree(self) -> None:
         """Receive the status of all ranks, and the digests of a step whose parameters are compared."""

@@ -169,8 +169,8 @@ def _out_of_step(name: str, clocks: dict[int, int]) -> CommHooksError:
         f"{name}: the ranks are not at the same step, or have different buckets ({lines}), so the average mixed gradients that "
         "do not belong together. The numbers are committed steps, plus optimizer steps or votes if optimizer=, scaler= or a "
         "manager is given. A rank with other parameters has a number far from the others. Otherwise a rank skipped an optimizer "
-        "step, ran one under no_sync(), rolled back, or resumed alone. Give all ranks the same model, load the same checkpoint "
-        "on all ranks, or attach again"
+        "step, ran one under no_sync(), rolled back, dropped a step, or resumed alone. Give all ranks the same model, load the "
+        "same checkpoint on all ranks, or attach again"
     )
 
 

@@ -77,6 +77,13 @@ class Transport(Protocol):
     elastic: bool
     link: Link | None
 
+    @property
+    def exchanged(self) -> int:
+        """Exchanges started so far, if only their order tells which message of a peer belongs to which; otherwise 0.
+
+        All ranks must have the same number. Otherwise one of them has dropped a step alone.
+        """
+
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work: ...
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work: ...

@@ -10,9 +10,11 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ch_core.errors import HookNotSupportedError, TransportError
@@ -76,7 +78,7 @@ class PostedReceives:
     receive of that length, whichever exchange it was posted for.
 
     Args:
-        group: a gloo group in which nobody else sends.
+        group: in which nobody else sends.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -85,6 +87,7 @@ class PostedReceives:
         self._ready: defaultdict[tuple[int, int], deque[_Receive]] = defaultdict(deque)
         # Dropped exchanges stay here. gloo never ends a message whose memory is gone, nor any message after it.
         self._running: set[_Exchange] = set()
+        self.started = 0  # exchanges
 
     def exchange(
         self, what: str, parts: Sequence[torch.Tensor], read: Callable[[dict[int, torch.Tensor]], None]
@@ -105,6 +108,7 @@ class PostedReceives:
             sends.append((self._group.send([flat], peer, flat.numel()), flat))
         made = _Exchange(self, what, receives, sends, read)
         self._running.add(made)
+        self.started += 1
         return made
 
     def _take(self, peer: int, nbytes: int) -> _Receive:
@@ -143,11 +147,20 @@ class FarTransport(ProcessGroupTransport):
             )
         self.link: Link | None = link
         self._halfway: deque[weakref.ref[_ScatterThenGather]] = deque()  # in the order of their starts
+        self._parts: list[FarTransport] = []  # transports among some of the ranks
+
+    @property
+    def exchanged(self) -> int:
+        """Exchanges started over this group and its parts, by all who send over them."""
+        mine = _POSTED.get(self.group)
+        return (mine.started if mine is not None else 0) + sum(part.exchanged for part in self._parts)
 
     def among(self, group: dist.ProcessGroup, scope: Scope) -> ProcessGroupTransport:
         if self.link is None or scope == "node":  # ranks of a node are near
             return super().among(group, scope)
-        return FarTransport(group, self.link, WHERE[scope])
+        made = FarTransport(group, self.link, WHERE[scope])
+        self._parts.append(made)
+        return made
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         if not self._direct(input.nbytes, output):
@@ -186,18 +199,18 @@ class FarTransport(ProcessGroupTransport):
         self._halfway.append(weakref.ref(made))
         return made
 
-    def start_second_halves(self, ends: float | None) -> None:
+    def start_second_halves(self, timeout: float | None) -> None:
         """Start the second exchange of each all-reduce when its first one has arrived.
 
         All of them together then take two halves of a round trip. One after the other they would take one more for each.
 
         Args:
-            ends: ``time.monotonic()`` of the deadline.
+            timeout: seconds that each first exchange may take.
         """
         while self._halfway:
             one = self._halfway.popleft()()
             if one is not None:
-                one.start_gather(ends)
+                one.start_gather(timeout)
 
     def _direct(self, nbytes: int, tensor: torch.Tensor) -> bool:
         return tensor.is_cpu and self.world_size > 1 and 0 < nbytes <= _LONGEST
@@ -225,29 +238,24 @@ class _ScatterThenGather:
         self._mine = self._padded.view(world, -1)[transport.rank]
         self._scatter = transport.reduce_scatter(self._mine, self._padded, "sum")
 
-    def start_gather(self, ends: float | None) -> None:
+    def start_gather(self, timeout: float | None) -> None:
         """Wait for the first exchange, and start the second one."""
-        self._scatter.wait(_left(ends))
+        self._scatter.wait(timeout)
         self._whole = torch.empty_like(self._padded)
         self._gather = self._transport.all_gather(self._whole, self._mine)
 
     def wait(self, timeout: float | None) -> None:
         """See :meth:`.Work.wait`."""
-        ends = None if timeout is None else time.monotonic() + timeout
-        self._transport.start_second_halves(ends)
+        self._transport.start_second_halves(timeout)
         if self._gather is None:  # the first exchange was lost while the work waited for another one
-            self.start_gather(ends)
+            self.start_gather(timeout)
         assert self._gather is not None  # noqa: S101 - started
-        self._gather.wait(_left(ends))
+        self._gather.wait(timeout)
         self._tensor.view(-1).copy_(self._whole[: self._tensor.numel()])
 
     def is_completed(self) -> bool:
         """True, because no message writes to the tensor before :meth:`wait`."""
         return True
-
-
-def _left(ends: float | None) -> float | None:
-    return None if ends is None else max(ends - time.monotonic(), 0.001)
 
 
 def _write_to(rows: torch.Tensor) -> Callable[[dict[int, torch.Tensor]], None]:
@@ -269,19 +277,15 @@ _POSTED = WeakIdKeyDictionary()  # process group -> PostedReceives
 
 
 def _posted(group: dist.ProcessGroup) -> PostedReceives:
-    """Return the direct messages of a group, over a group of the same ranks.
+    """Return the direct messages of a group, over a gloo group of the same ranks.
 
-    The first message opens it, after the ranks have agreed on the link.
+    The first message opens it, after the ranks have agreed on the link. ``dist.new_group`` would name it by the number of a
+    rank's groups, in which ranks may differ, and would keep it until it is destroyed by name.
     """
     found: PostedReceives | None = _POSTED.get(group)
     if found is None:
-        own = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timedelta(seconds=group_timeout(group)),
-            backend="gloo",
-            # Without all processes torch names the group by the number of a rank's groups, in which ranks may differ.
-            use_local_synchronization=group.size() != dist.get_world_size(),
-            group_desc="commhooks direct messages",
-        )
+        store = PrefixStore("commhooks/direct messages", _get_process_group_store(group))
+        limit = timedelta(seconds=group_timeout(group))
+        own: Any = dist.ProcessGroupGloo(store, group.rank(), group.size(), limit)  # torch's stub lacks send and recv
         found = _POSTED[group] = PostedReceives(own)
     return found

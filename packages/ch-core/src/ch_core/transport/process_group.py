@@ -175,6 +175,11 @@ class ProcessGroupTransport:
         for one in self._scoped.values():
             give_up((one or self).group)
 
+    @property
+    def exchanged(self) -> int:
+        """0, because torch matches the collectives of a group itself."""
+        return 0
+
     def open_levels(self, nodes: Nodes | None, timeout: float | None) -> None:
         """Learn the topology and open a group for the ranks of this node, and one for the peers.
 

@@ -203,7 +203,7 @@ class Reducer:
             transport, group = _fixed(transport, process_group or self.handle.process_group, self.handle.link)
             if timeout is None:
                 timeout = group_timeout(group) if group is not None else 60.0
-            self._engine = Engine(self.handle.reduction, transport, state, timeout=timeout)
+            self._engine = Engine(self.handle.reduction, transport, state, timeout=timeout, status_last=True)
         self._binding = _ReducerBinding(self._engine, layout, self._buckets, group, axis)
         self.handle.bind(self._binding)
         if verify_ranks and axis is None:

@@ -106,6 +106,7 @@ class EmulatedTransport:
     free = True  # offers direct exchanges and halves, like a process group
     elastic = False
     link: Link | None = None
+    exchanged = 0
 
     def __init__(
         self, rank: int, world_size: int, recorder: Recorder | None = None, topology: Topology | None = None
