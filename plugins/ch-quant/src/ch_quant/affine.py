@@ -65,7 +65,8 @@ class AffineGather(Reduction):
         total.zero_()
         for one in everyone:  # in rank order, so that every rank gets the same sum
             for x, parts in rows.pieces(total, message.copy_(one)):  # a row of `everyone` may not be aligned for fp32
-                x.add_(decode(*parts), alpha=1.0 / ctx.world_size)  # a sum may overflow although the mean fits
+                # A sum may overflow although the mean fits. With alpha= some builds would add before they round the product.
+                x.add_(decode(*parts).mul_(1.0 / ctx.world_size))
         bucket.buffer = total.to(bucket.dtype)
 
     @per_layout
