@@ -182,7 +182,7 @@ def crossings() -> list[Crossing]:
     models = _rows(_around(3 * quant.piece_bytes // 8), 400_000, 300_000)
     add("ch_quant.sizes.piece_bytes", "quant4", REDUCER, models, "all_gather", 1, 2, 2)
     add("ch_quant.sizes.piece_bytes", "quant4(error_feedback=True)", REGISTER, models)
-    models = _rows(_around(2 * quant.chunk_elements))  # each of two ranks has a part of one chunk
+    models = _rows(_around(quant.chunk_elements))  # one chunk, and two
     for hook in ("quant4", "quant4(block=48, exempt=False)", "quant4(error_feedback=True)"):
         add("ch_quant.sizes.chunk_elements", hook, REDUCER, models)
     add("ch_sparse.sizes.cached_elements", "topk", REDUCER, _rows(_around(sparse.cached_elements)))

@@ -1,16 +1,22 @@
 """Packing, rotation and the block codec. Their properties hold for all numbers."""
 
+import hashlib
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ch_quant import Codec, rotation
-from ch_quant.blocks import cut, gather, scatter
-from ch_quant.codec import WIDTHS, Workspace, pack, packed_bytes, unpack
-from commhooks import StepContext
+from ch_core import SimulatedRank, simulate
+from ch_quant import Codec, quantize_per_channel, rotation
+from ch_quant.blocks import cut, gather, scatter, whole
+from ch_quant.codec import WIDTHS, Workspace, in_lanes, pack, packed_bytes, unpack
+from commhooks import Bucket, StepContext
 
 pytestmark = pytest.mark.timeout(120)
 SIZES = (1, 127, 128, 129, 1009)
@@ -22,9 +28,9 @@ def test_codes_come_back_and_no_byte_is_wasted(bits: int, sixteens: int, seed: i
     n, low = 16 * sixteens, -(1 << (bits - 1))
     codes = torch.randint(low, -low, (n,), dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
     out = torch.empty(packed_bytes(n, bits), dtype=torch.int8)
-    pack(codes, bits, out, torch.empty(n, dtype=torch.int8))
+    pack(in_lanes(codes, bits), bits, out, torch.empty(len(in_lanes(codes, bits)[0]), dtype=torch.int8))
     back = torch.empty(n, dtype=torch.int8)
-    unpack(out, bits, back)
+    unpack(out, bits, in_lanes(back, bits))
     assert out.numel() * 8 == n * bits
     assert torch.equal(back, codes)
 
@@ -35,8 +41,9 @@ def test_every_byte_is_some_code(bits: int) -> None:
     count = 3 if bits == 3 else 1
     packed = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8).repeat(count * 2)
     codes, again = torch.empty(len(packed) * 8 // bits, dtype=torch.int8), torch.empty_like(packed)
-    unpack(packed, bits, codes)
-    pack(codes, bits, again, torch.empty_like(codes))
+    lanes = in_lanes(codes, bits)
+    unpack(packed, bits, lanes)
+    pack(lanes, bits, again, torch.empty_like(lanes[0]))
     assert torch.equal(again, packed)
 
 
@@ -53,8 +60,10 @@ def test_every_number_is_in_exactly_one_part(sizes: list[int], block: int, parts
     back = [torch.zeros(n) for n in sizes]
     seen = 0
     for chunks in made.parts:
-        assert [c.first for c in chunks] == list(range(0, made.rows, chunk))
+        assert [c.first for c in chunks] == [0, *itertools.accumulate(c.rows for c in chunks)][: len(chunks)]
         assert sum(c.rows for c in chunks) == made.rows
+        assert all(c.rows <= chunk for c in chunks)
+        assert all(2 * c.rows >= chunk for c in chunks[:-1])  # short chunks would cost calls
         for one in chunks:
             x = torch.full((one.rows, block), float("nan"))
             gather(vectors, one, x)
@@ -62,6 +71,13 @@ def test_every_number_is_in_exactly_one_part(sizes: list[int], block: int, parts
             scatter(back, one, x)
     assert seen == sum(sizes)
     assert all(torch.equal(a, b) for a, b in zip(vectors, back, strict=True))
+
+
+def test_the_chunks_of_a_long_vector_need_no_copy() -> None:
+    vectors = [torch.zeros(n) for n in (16 * 100, 16 * 5 + 1, 16 * 100)]
+    (chunks,) = cut(tuple(len(v) for v in vectors), 16, 1, 30).parts
+    views = [whole(vectors, chunk, 16) is not None for chunk in chunks]
+    assert views == [True, True, True, True, False, True, True, True]  # the fifth begins with the short vector
 
 
 def coded(codec: Codec, x: torch.Tensor, noise: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,6 +112,95 @@ def test_the_sender_knows_the_received_numbers(codec: Codec, exponent: int) -> N
     elif codec.rounding == "nearest":  # never further away than zero
         assert ((theirs - x).norm(dim=1) <= x.norm(dim=1)).all()
     assert step.isfinite().all()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("exponent", [-44, -30, 0, 12, 36])
+def test_feedback_and_mean_take_the_received_numbers_to_the_bit(codec: Codec, exponent: int) -> None:
+    rows = 37
+    x = torch.randn(rows, codec.block, generator=torch.Generator().manual_seed(1)) * 2.0 ** (3.3 * exponent)
+    work = Workspace(codec, StepContext(), torch.device("cpu"), rows)
+    scales, packed = codec.split(torch.empty(codec.bytes(rows), dtype=torch.uint8), rows, 0, rows)
+    noise = None if codec.rounding == "nearest" else torch.Generator().manual_seed(2)
+    work.encode(x, scales, packed, noise, keep=True)
+    lost = work.subtract(x.clone(), scales)
+    assert torch.equal(lost, x - work.decode(scales, packed))
+    for factor in (0.5, 1.0 / 3.0):
+        added = work.decode(scales, packed, x.clone(), factor, add=True)
+        assert torch.equal(added, x + work.decode(scales, packed, factor=factor))
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.rounding == "nearest"], ids=repr)
+@pytest.mark.parametrize("exponent", [-100, -40, 40, 100])
+def test_the_error_does_not_depend_on_the_size_of_numbers(codec: Codec, exponent: int) -> None:
+    """2 ** 40 is 1.1e12. A scale in fp16 would be zero or Inf."""
+    x = torch.randn(37, codec.block, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(coded(codec, x * 2.0**exponent)[1], coded(codec, x)[1] * 2.0**exponent)
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.centred], ids=repr)
+def test_a_zero_among_other_numbers_stays_zero(codec: Codec) -> None:
+    x = torch.randn(37, codec.block, generator=torch.Generator().manual_seed(1)) + 3.0  # on one side, mostly
+    x[torch.rand(x.shape, generator=torch.Generator().manual_seed(2)) < 0.7] = 0.0
+    _, theirs = coded(codec, x, None if codec.rounding == "nearest" else 5)
+    assert not theirs[x == 0.0].any()
+
+
+def drawn(chance: torch.Generator, *shape: int) -> torch.Tensor:
+    """Return random numbers that every build draws. Normal numbers are not: builds have different logarithms."""
+    return torch.randint(-(1 << 20), 1 << 20, shape, generator=chance).float() * 2.0**-18
+
+
+def affine_mean() -> torch.Tensor:
+    """Return rank 0's average of three ranks in affine codes."""
+
+    def body(rank: SimulatedRank) -> torch.Tensor:
+        engine = rank.engine(quantize_per_channel())
+        chance = torch.Generator().manual_seed(rank.rank)
+        bucket = Bucket.from_tensors({"w": drawn(chance, 61, 1000)})
+        engine.submit(bucket)
+        assert engine.finish() is None
+        return bucket.buffer
+
+    return simulate(3, body)[0]
+
+
+def build_digests() -> dict[str, str]:
+    """Return a digest of the bits that this build of torch decodes, and one of those that it encodes."""
+    decoded, encoded = hashlib.sha256(affine_mean().numpy().tobytes()), hashlib.sha256()
+    for bits, rows, block in itertools.product(WIDTHS, (1, 37, 700), (48, 128)):
+        codec, chance = Codec(bits, block), torch.Generator().manual_seed(bits)
+        work = Workspace(codec, StepContext(), torch.device("cpu"), rows)
+        x = drawn(chance, rows, block)
+        for factor in (1.0, 0.5, 1.0 / 3.0):
+            message = torch.randint(0, 256, (codec.bytes(rows),), generator=chance, dtype=torch.uint8)
+            scales, packed = codec.split(message, rows, 0, rows)
+            scales.copy_(drawn(chance, rows, 1))
+            decoded.update(work.decode(scales, packed, factor=factor).numpy().tobytes())
+            decoded.update(work.decode(scales, packed, x, factor, add=True).numpy().tobytes())
+        work.encode(x, scales, packed, None, keep=True)
+        if codec.centred:  # torch does not specify the order of the sum of magnitudes
+            encoded.update(message.numpy().tobytes())
+            encoded.update(work.subtract(x, scales).numpy().tobytes())
+    return {"decoded": decoded.hexdigest(), "encoded": encoded.hexdigest()}
+
+
+@pytest.mark.timeout(180)
+def test_every_build_and_number_of_threads_has_equal_bits() -> None:
+    """Ranks with other processors decode the same numbers, or their parameters would drift apart."""
+    here = ["default", "avx2", "avx512"]
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    known = here[: here.index(capability) + 1] if capability in here else ["default"]
+    code = "import sys, test_codec as t; t.torch.set_num_threads(int(sys.argv[1])); print(t.build_digests())"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code, threads],
+            env={**os.environ, "ATEN_CPU_CAPABILITY": build},
+            cwd=Path(__file__).parent, check=True, capture_output=True, text=True, timeout=100,
+        ).stdout
+        for build, threads in [*((one, "1") for one in known[:-1]), (known[-1], "2")]
+    }  # fmt: skip
+    assert found == {f"{build_digests()}\n"}
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)

@@ -108,6 +108,26 @@ def test_a_bucket_in_pieces_gives_the_same_bits(options: dict[str, Any], world: 
     assert all(torch.equal(one[n], other[n]) for n in SHAPES)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("expr", ["quant8", "quant4", "quant4(error_feedback=True)", "quant(bits=3)"])
+def test_unused_rows_of_an_embedding_stay_unused(expr: str, world: int) -> None:
+    """Rows and blocks do not end together, and the last block has padding."""
+    used = torch.zeros(61, 1)
+    used[::4] = 1.0
+
+    def body(rank: SimulatedRank) -> bool:
+        reduction = commhooks.create(expr).reduction
+        assert reduction is not None
+        engine, zero = rank.engine(reduction), True
+        for step in range(3):
+            chance = torch.Generator().manual_seed(10 * step + rank.rank)
+            got = one_step(engine, {"w": (torch.randn(61, 37, generator=chance) + 1.0) * used})["w"]
+            zero = zero and bool(got[::4].any(1).all()) and not bool(got[used[:, 0] == 0.0].any())
+        return zero
+
+    assert all(simulate(world, body))
+
+
 def test_wire_volume_does_not_grow_with_the_world() -> None:
     layout = commhooks.BucketLayout.of_shapes({"w": (512, 512)})
 

@@ -30,9 +30,11 @@ of every lane, lane 0 in the lowest bits, so every step works on whole contiguou
 Codes are two's complement. A shift to the left, until a code's sign is the byte's, and one to the right decode it.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -90,10 +92,28 @@ class Codec:
 
     def split(self, message: torch.Tensor, rows: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scales, ``(count, 1)`` bf16, and packed codes, int8, of ``count`` blocks from ``first`` of a message."""
-        scales = message[2 * first : 2 * (first + count)].view(torch.bfloat16).view(count, 1)
         each = packed_bytes(self.block, self.bits)
         start = 2 * rows + first * each
-        return scales, message[start : start + count * each].view(torch.int8)
+        scales = message.view(torch.bfloat16)[first : first + count, None]
+        return scales, message.view(torch.int8)[start : start + count * each]
+
+
+class _Views(NamedTuple):
+    """Views of a workspace's memory for chunks of one length.
+
+    Attributes:
+        y: ``(rows, block)`` fp32.
+        codes: ``(rows, block)`` int8.
+        lanes: views of the codes, see :func:`in_lanes`.
+        spare: int8, a lane.
+        of_blocks: five tensors ``(rows, 1)`` fp32. The first holds the scales.
+    """
+
+    y: torch.Tensor
+    codes: torch.Tensor
+    lanes: tuple[torch.Tensor, ...]
+    spare: torch.Tensor
+    of_blocks: tuple[torch.Tensor, ...]
 
 
 class Workspace:
@@ -119,12 +139,21 @@ class Workspace:
 
     def _make(self, ctx: StepContext, device: torch.device, rows: int) -> None:
         """Allocate further memory for the arithmetic."""
-        self._codes, self._lanes = (
-            self._scratch(ctx, name, (rows * self.codec.block,), device, torch.int8) for name in ("codes", "lanes")
+        self._codes, self._lane = (
+            self._scratch(ctx, name, (rows, self.codec.block), device, torch.int8) for name in ("codes", "lane")
         )
-        self._scale, self._inverse, self._low, self._less = (
-            self._scratch(ctx, name, (rows, 1), device) for name in ("scale", "inverse", "low", "less")
-        )
+        self._of_blocks = self._scratch(ctx, "of blocks", (5, rows, 1), device)
+        self._views: dict[int, _Views] = {}
+
+    def _of(self, rows: int) -> _Views:
+        """Return the views for chunks of this length, made once. Between passes over a chunk each call costs microseconds."""
+        found = self._views.get(rows)
+        if found is None:
+            codes = self._codes[:rows]
+            lanes = in_lanes(codes.view(-1), self.codec.bits)
+            spare, of_blocks = self._lane.view(-1)[: len(lanes[0])], self._of_blocks[:, :rows].unbind()
+            found = self._views[rows] = _Views(self.y[:rows], codes, lanes, spare, of_blocks)
+        return found
 
     def _scratch(
         self,
@@ -154,17 +183,16 @@ class Workspace:
             noise: random numbers of stochastic rounding.
             keep: True if :meth:`decoded` is called next.
         """
-        codec, rows = self.codec, x.shape[0]
-        y, scale, inverse = self.y[:rows], self._scale[:rows], self._inverse[:rows]
-        half = self._measure(x, y, scale)
+        codec, (y, codes, lanes, spare, of_blocks) = self.codec, self._of(len(x))
+        scale, inverse, *_ = of_blocks
+        half = self._measure(x, y, *of_blocks)
         scales.copy_(scale.mul_(UP) if noise is not None else scale)
-        inverse.copy_(scales).reciprocal_().clamp_(
-            -LARGEST, LARGEST
-        )  # NaN and Inf spread to every decoded number of the block
-        torch.mul(x, inverse.mul_(half), out=y)
+        # NaN and Inf spread to every decoded number of the block.
+        inverse.copy_(scales).reciprocal_().clamp_(-LARGEST, LARGEST)
+        torch.mul(x, inverse.mul_(half) if half != 1.0 else inverse, out=y)
         low = -(1 << (codec.bits - 1))
         if noise is not None:
-            draw = self.spare[:rows].uniform_(generator=noise)
+            draw = self.spare[: len(x)].uniform_(generator=noise)
             y.add_(draw if codec.centred else draw.sub_(0.5)).floor_()
         elif codec.centred:
             y.round_()
@@ -172,37 +200,43 @@ class Workspace:
             y.floor_()
         if not codec.centred:
             y.clamp_(low, -low - 1)
-        codes = self._codes[: y.numel()]
-        codes.copy_(y.view(-1))  # a cast to uint8 is not vectorised and takes nine times as long
-        pack(codes, codec.bits, packed, self._lanes)
-
-    def _measure(self, x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> float:
-        """Write each block's scale to ``scale``, and return the number of codes per scale."""
-        codec = self.codec
-        if codec.lopsided:
-            self._reach_of_sides(x, scale)
-        elif codec.centred or codec.rounding == "stochastic":
-            torch.abs(x, out=y)  # a norm or aminmax takes sixteen times as long
-            torch.amax(y, 1, keepdim=True, out=scale)
-            scale.mul_(1.0 / self._reach())
+        if codec.bits == 8:
+            packed.view(y.shape).copy_(y)
         else:
+            codes.copy_(y)  # a cast to uint8 is not vectorised and takes nine times as long
+            pack(lanes, codec.bits, packed, spare)
+
+    def _measure(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        scale: torch.Tensor,
+        sign: torch.Tensor,
+        high: torch.Tensor,
+        low: torch.Tensor,
+        less: torch.Tensor,
+    ) -> float:
+        """Write each block's scale to ``scale``, and return the number of codes per scale. The other tensors are spare."""
+        codec = self.codec
+        if not codec.centred and codec.rounding == "nearest":
             torch.mul(x, 1.0 / codec.block, out=y).abs_()  # divide first: the sum may overflow although the mean fits
             torch.sum(y, 1, keepdim=True, out=scale)
             if codec.bits == 2:
                 scale.mul_(TWO_BITS)
-        return 1.0 if codec.centred else 0.5
-
-    def _reach_of_sides(self, x: torch.Tensor, scale: torch.Tensor) -> None:
-        """Write the scale of each block to ``scale``, in as many passes over the numbers as magnitudes would take."""
-        low, less, sign = self._low[: len(x)], self._less[: len(x)], self._inverse[: len(x)]
-        farther, other = self.codec.shares
-        torch.amax(x, 1, keepdim=True, out=scale)
-        torch.amin(x, 1, keepdim=True, out=low)
-        low.neg_()
-        torch.ge(low, scale, out=sign).sub_(0.5)  # their difference would be NaN with Inf on both sides
-        torch.minimum(scale, low, out=less).mul_(other)
-        torch.maximum(scale, low, out=scale).mul_(farther)
+            return 0.5
+        # Two passes that only read. A norm, aminmax, or the largest magnitude take longer.
+        torch.amax(x, 1, keepdim=True, out=high)
+        torch.amin(x, 1, keepdim=True, out=low).neg_()
+        if not codec.lopsided:
+            # Triton's scale of a block of zeros has no sign either.
+            torch.maximum(high, low, out=scale).abs_().mul_(1.0 / self._reach())
+            return 1.0 if codec.centred else 0.5
+        farther, other = codec.shares
+        torch.ge(low, high, out=sign).sub_(0.5)  # their difference would be NaN with Inf on both sides
+        torch.minimum(high, low, out=less).mul_(other)
+        torch.maximum(high, low, out=scale).mul_(farther)
         torch.copysign(torch.maximum(scale, less, out=scale), sign, out=scale)
+        return 1.0
 
     def _reach(self) -> float:
         """Return the largest number of a block in scales."""
@@ -213,10 +247,17 @@ class Workspace:
 
     def decoded(self, rows: int, scales: torch.Tensor) -> torch.Tensor:
         """Return the numbers of the last :meth:`encode` as peers decode them, ``(rows, block)`` fp32, in ``y``."""
-        y = self.y[:rows]
-        if not self.codec.centred:
-            y.mul_(2.0).add_(1.0)
-        return y.mul_(self._scale[:rows].copy_(scales))
+        return self._levels(rows).mul_(self._of(rows).of_blocks[0].copy_(scales))
+
+    def subtract(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Subtract from ``x`` what peers decode of the last :meth:`encode`, instead of :meth:`decoded`."""
+        # A product of code and scale has at most 16 bits. It is exact, so it rounds as the product that peers add.
+        return x.addcmul_(self._levels(len(x)), self._of(len(x)).of_blocks[0].copy_(scales), value=-1.0)
+
+    def _levels(self, rows: int) -> torch.Tensor:
+        """Return the codes of the last :meth:`encode` as multiples of the scale, ``(rows, block)`` fp32, in ``y``."""
+        y = self._of(rows).y
+        return y if self.codec.centred else y.mul_(2.0).add_(1.0)
 
     def decode(
         self,
@@ -235,18 +276,24 @@ class Workspace:
             factor: multiplies each scale.
             add: True to add the numbers to ``out``.
         """
-        rows = scales.shape[0]
-        y = out if out is not None and not add else self.y[:rows]
-        codes = self._codes[: y.numel()]
-        unpack(packed, self.codec.bits, codes)
-        if not self.codec.centred:
+        codec, (y, codes, lanes, _, of_blocks) = self.codec, self._of(len(scales))
+        if out is not None and not add:
+            y = out
+        if codec.bits == 8:
+            codes = packed.view(y.shape)
+        else:
+            unpack(packed, codec.bits, lanes)
+        if not codec.centred:
             codes.mul_(2).add_(1)  # of half a step each
-        scale = self._scale[:rows].copy_(scales)
+        scale = of_blocks[0].copy_(scales)
         if factor != 1.0:
             scale.mul_(factor)
-        y.copy_(codes.view(y.shape))
-        y.mul_(scale)
-        return out.add_(y) if out is not None and add else y
+        y.copy_(codes)
+        if out is None or not add:
+            return y.mul_(scale)
+        # A code times a scale has at most 16 bits, also with a power of two. The product is exact, so that it makes no difference
+        # if a build rounds it before it adds. Other factors need two operations, or builds would differ in the last bit.
+        return out.addcmul_(y, scale) if math.frexp(factor)[0] == 0.5 else out.add_(y.mul_(scale))
 
 
 @cache
@@ -260,63 +307,60 @@ def packed_bytes(numel: int, bits: int) -> int:
     return numel * bits // 8
 
 
-def pack(codes: torch.Tensor, bits: int, out: torch.Tensor, spare: torch.Tensor) -> None:
+def in_lanes(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
+    """Return views of the lanes of ``codes``, 1-D, its length a multiple of 16."""
+    return codes.view(8 if bits == 3 else 8 // bits, -1).unbind()
+
+
+def pack(lanes: Sequence[torch.Tensor], bits: int, out: torch.Tensor, spare: torch.Tensor) -> None:
     """Pack the low ``bits`` of every code into ``out``.
 
     Args:
-        codes: ``(n,)`` int8, ``n`` a multiple of 16.
+        lanes: codes, int8, from :func:`in_lanes`.
         bits: 8, 4, 3, 2 or 1.
-        out: ``(n * bits / 8,)`` int8.
-        spare: int8, at least ``n / 2``, overwritten.
+        out: ``(n * bits / 8,)`` int8, for ``n`` codes.
+        spare: int8, as long as a lane, overwritten.
 
     Example:
         >>> import torch
         >>> codes = torch.tensor([1, -1] * 8, dtype=torch.int8)
         >>> out, spare = torch.empty(8, dtype=torch.int8), torch.empty(8, dtype=torch.int8)
-        >>> pack(codes, 4, out, spare)
+        >>> pack(in_lanes(codes, 4), 4, out, spare)
         >>> out[:2].tolist()  # codes 0 and 8, codes 1 and 9
         [17, -1]
     """
-    if bits == 8:
-        out.copy_(codes)
-    elif bits == 3:
-        _pack3(codes.view(8, -1), out.view(3, -1), spare)
-    else:
-        lanes = codes.view(8 // bits, -1)
-        last, mask = len(lanes) - 1, (1 << bits) - 1
-        spare = spare[: out.numel()]
-        torch.bitwise_left_shift(lanes[last], _by(bits * last), out=out)  # bits above the code leave the byte
-        for k in range(last - 1, -1, -1):
-            torch.bitwise_and(lanes[k], _by(mask), out=spare)
-            if k:
-                spare.bitwise_left_shift_(_by(bits * k))
-            out.bitwise_or_(spare)
+    if bits == 3:
+        _pack3(lanes, out.view(3, -1), spare)
+        return
+    last, mask = len(lanes) - 1, (1 << bits) - 1
+    torch.bitwise_left_shift(lanes[last], _by(bits * last), out=out)  # bits above the code leave the byte
+    for k in range(last - 1, -1, -1):
+        torch.bitwise_and(lanes[k], _by(mask), out=spare)
+        if k:
+            spare.bitwise_left_shift_(_by(bits * k))
+        out.bitwise_or_(spare)
 
 
-def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """Unpack the codes of :func:`pack`, ``(n,)`` int8 from ``-2 ** (bits - 1)``, into ``out``.
+def unpack(packed: torch.Tensor, bits: int, lanes: Sequence[torch.Tensor]) -> None:
+    """Unpack the codes of :func:`pack`, int8 from ``-2 ** (bits - 1)``, into ``lanes``.
 
     Example:
         >>> import torch
-        >>> out = torch.empty(16, dtype=torch.int8)
-        >>> unpack(torch.full((8,), 17, dtype=torch.int8), 4, out)
-        >>> out.unique().tolist()
+        >>> codes = torch.empty(16, dtype=torch.int8)
+        >>> unpack(torch.full((8,), 17, dtype=torch.int8), 4, in_lanes(codes, 4))
+        >>> codes.unique().tolist()
         [1]
     """
-    if bits == 8:
-        out.copy_(packed)
-    elif bits == 3:
-        _unpack3(packed.view(3, -1), out.view(8, -1))
-    else:
-        lanes = out.view(8 // bits, -1)
-        for k, lane in enumerate(lanes):
-            left = 8 - bits * (k + 1)
-            source = torch.bitwise_left_shift(packed, _by(left), out=lane) if left else packed
-            torch.bitwise_right_shift(source, _by(8 - bits), out=lane)
+    if bits == 3:
+        _unpack3(packed.view(3, -1), lanes)
+        return
+    for k, lane in enumerate(lanes):
+        left = 8 - bits * (k + 1)
+        source = torch.bitwise_left_shift(packed, _by(left), out=lane) if left else packed
+        torch.bitwise_right_shift(source, _by(8 - bits), out=lane)
 
 
-def _pack3(lanes: torch.Tensor, rows: torch.Tensor, spare: torch.Tensor) -> None:
-    spare = spare[: rows.shape[1]]
+def _pack3(lanes: Sequence[torch.Tensor], rows: torch.Tensor, spare: torch.Tensor) -> None:
     for row, parts in zip(rows, _PLACES, strict=True):
         for number, (lane, left, mask) in enumerate(parts):
             target = spare if number else row
@@ -327,7 +371,7 @@ def _pack3(lanes: torch.Tensor, rows: torch.Tensor, spare: torch.Tensor) -> None
                 row.bitwise_or_(spare)
 
 
-def _unpack3(rows: torch.Tensor, lanes: torch.Tensor) -> None:
+def _unpack3(rows: torch.Tensor, lanes: Sequence[torch.Tensor]) -> None:
     for lane, (row, left) in _WHOLE.items():
         torch.bitwise_left_shift(rows[row], _by(left), out=lanes[lane]).bitwise_right_shift_(_by(5))
     for lane, (row, right, mask, left) in _CUT.items():

@@ -125,7 +125,7 @@ class TwoStageExchange:
             scales, packed = self._split(self._own, chunk)
             self._work.encode(mean, scales, packed, noise, keep=feedback is not None)
             if feedback is not None:
-                lost = mean.sub_(self._work.decoded(chunk.rows, scales))  # m - C(m)
+                lost = self._work.subtract(mean, scales)  # m - C(m)
                 feedback.keep_more(chunk, self._plain(lost).mul_(self.ctx.world_size), self._work.spare)
         return AllGather(self._own, self._received.view(-1))
 
@@ -173,17 +173,21 @@ class TwoStageExchange:
         x = whole(vectors, chunk, self.codec.block) if feedback is None else None
         if x is None:
             x = self._work.x[: chunk.rows]
-            gather(vectors, chunk, x)
-        if feedback is not None:
-            feedback.add_to(chunk, x, self._work.spare)  # p = g + a e
+            if feedback is None:
+                gather(vectors, chunk, x)
+            else:
+                feedback.gather(vectors, chunk, x, self._work.spare)  # p = g + a e
         rotated = x
         if self.rotated:
             rotated = rotation.rotate(x, self._work.total[: chunk.rows], self._work.spare[: chunk.rows])
         scales, packed = self._split(message, chunk)
         self._work.encode(rotated, scales, packed, noise, keep=feedback is not None)
         if feedback is not None:
-            lost = x.sub_(self._plain(self._work.decoded(chunk.rows, scales)))  # p - C(p)
-            feedback.keep(chunk, lost, self._work.spare)
+            if self.rotated:
+                x.sub_(self._plain(self._work.decoded(chunk.rows, scales)))
+            else:
+                self._work.subtract(x, scales)
+            feedback.keep(chunk, x, self._work.spare)  # p - C(p)
 
     def _own_chunks(self) -> tuple[Chunk, ...]:
         return self._chunks(self.ctx.rank) if self._numbers else ()

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from ch_quant.blocks import Chunk, gather_add, scatter_add, scatter_sum
+from ch_quant.blocks import Chunk, gather, scatter_add, scatter_sum
 from commhooks import Packed
 
 RELEASED = 0.25  # share of the residual sent in a step; the product with a power of two is exact
@@ -25,8 +25,8 @@ RELEASED = 0.25  # share of the residual sent in a step; the product with a powe
 class Residuals(Protocol):
     """The residual of each vector. ``x`` holds a chunk, ``(rows, block)`` fp32; ``spare`` has its shape and is overwritten."""
 
-    def add_to(self, chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
-        """Add the due share of the residual to ``x``."""
+    def gather(self, vectors: Sequence[torch.Tensor], chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
+        """Write the numbers of the vectors plus the due share of the residual to ``x``."""
         ...
 
     def keep(self, chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
@@ -54,8 +54,8 @@ class Feedback:
         self.before, self.after = before, after
         self.released = released if released is not None else [RELEASED] * len(after)
 
-    def add_to(self, chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
-        gather_add(self.before, chunk, x, self.released)
+    def gather(self, vectors: Sequence[torch.Tensor], chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
+        gather(vectors, chunk, x, self.before, self.released)
 
     def keep(self, chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
         scatter_sum(self.after, chunk, x, self.before, [1.0 - part for part in self.released])
@@ -81,7 +81,8 @@ class PackedFeedback:
     ) -> None:
         self.packed, self.before, self.after, self.released = packed, before, after, released
 
-    def add_to(self, chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
+    def gather(self, vectors: Sequence[torch.Tensor], chunk: Chunk, x: torch.Tensor, spare: torch.Tensor) -> None:
+        gather(vectors, chunk, x)
         for number, start, stop, place in self._pieces(chunk, x):
             self._add_kept(place, number, start, stop, self.released[number], spare)
 

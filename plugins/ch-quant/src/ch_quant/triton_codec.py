@@ -90,6 +90,9 @@ class TritonWorkspace(Workspace):
     def decoded(self, rows: int, scales: torch.Tensor) -> torch.Tensor:
         return self.y[:rows]
 
+    def subtract(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return x.sub_(self.y[: len(x)])
+
     def decode(
         self,
         scales: torch.Tensor,
