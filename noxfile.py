@@ -32,6 +32,7 @@ FRAMEWORKS = [
     "transformers>=4.50",
     "jsonargparse[signatures]>=4",
 ]
+KUBERNETES = ["kubeflow-trainer-api>=2.3", "pyyaml"]  # the schema of the resource in docs/launch.md
 TEST_TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "numpy>=1.26", "hatchling>=1.25"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # two ranks need two cores, not four
 
@@ -157,7 +158,7 @@ def tests_full(session: nox.Session) -> None:
         session,
         "(full or campaign) and not soak",
         workers=4,
-        tools=[*FRAMEWORKS, TRITON],
+        tools=[*FRAMEWORKS, TRITON, *KUBERNETES],
     )
 
 
