@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+MESSAGE = 60  # letters of an error's message that the table shows
 TOPICS = {
     "B1": "a hook raises",
     "B2": "a callback raises",
@@ -143,15 +145,22 @@ def describe(result: dict[str, Any]) -> str:
     ranks = result["ranks"]
     parts: dict[str, list[str]] = {}
     for rank, one in ranks.items():
-        text = {"right": one["text"]}.get(one["outcome"], one["text"])
+        text = one["text"]
         if one["outcome"] in ("error", "typed error"):
             kind, _, said = text.partition(": ")
-            text = kind if one["outcome"] == "typed error" else f"{kind}: {said}"
+            text = kind if one["outcome"] == "typed error" else f"{kind}: {_short(said)}"
         notes = [*one["seen"]]
         parts.setdefault("; ".join([text, *notes]), []).append(str(rank))
     if len(parts) == 1:
         return next(iter(parts))
     return " / ".join(f"rank {', '.join(who)}: {text}" for text, who in parts.items())
+
+
+def _short(said: str) -> str:
+    """Return the beginning of an error's message, without torch's bold face and a prefix that says nothing."""
+    said = re.sub(r"\x1b\[[0-9;]*m", "", said)
+    said = re.sub(r"Got the following error when running the callback: (RuntimeError: )?", "", said)
+    return textwrap.shorten(said, MESSAGE, placeholder=" ...")
 
 
 LEGEND = (
@@ -166,8 +175,8 @@ LEGEND = (
     "",
     "Notes follow the outcome:",
     "",
-    "- *told after N s*: a peer was dead or frozen, and this rank's step raised the error N seconds after it began.",
-    "- *afterwards*: the next step after the error. It works, or raises the named error after so many seconds.",
+    "- *told after N s*: a peer was dead or frozen, and this rank's step raised the error N seconds after it began, or at once.",
+    "- *afterwards*: the next step after the error. It works, or raises the named error, at once if no seconds are given.",
     "- *N hook(s) listed afterwards*: entries of DDP's list of registered hooks after the error.",
     "- *left*: this rank is not in the model's group.",
 )
@@ -203,11 +212,8 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def _cell(result: dict[str, Any]) -> str:
-    text = re.sub(r"\x1b\[[0-9;]*m", "", describe(result))  # torch's bold face
-    text = re.sub(r"\s+", " ", text)
-    text = text.replace("Got the following error when running the callback: RuntimeError: ", "")
-    text = text.replace("Got the following error when running the callback: ", "")  # without information
-    text = text if len(text) <= 160 else text[:157] + "..."
+    text = re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", describe(result)))
+    text = text.replace("told after 0.0 s", "told at once").replace(" after 0.0 s", "")
     text = text.replace("|", "\\|").replace("<", "&lt;")
     plain = text.startswith("right") or not text
     return f"**{result['outcome']}**" + ("" if plain and len(text) < 7 else f", {text}")
