@@ -183,6 +183,21 @@ def test_the_comparison_is_the_page_of_its_measurement():
     python("-W", "ignore", "-c", code, cwd=ROOT / "tests" / "compatibility")
 
 
+def test_the_cluster_tables_are_those_of_their_program():
+    from programs import cluster_page
+
+    for page in cluster_page.FILES:
+        text = page.read_text()
+        assert cluster_page.TABLE.search(text)
+        assert cluster_page.written(text) == text, (
+            f"{page.name}: run python -m programs.cluster_page in plugins/ch-bench"
+        )
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
 def test_records_name_programs_that_exist():
     """A record may instead name the commit that has the program."""
     lost = []

@@ -355,23 +355,28 @@ class Answer:
     pays_below: float | None
 
 
+def recommended(lines: Sequence[Line]) -> tuple[Line, Line]:
+    """Return the line that the rule for measured steps recommends, and the fastest line of an exact hook."""
+    steps = [Prediction(one.hook, one.seconds, one.left, 0.0, one.sent, one.lossy, one.leaving) for one in lines]
+    chosen, exact, _ = (next(one for one in lines if one.hook == step.hook) for step in choose(steps))
+    return (exact if chosen.lossy and chosen.seconds > exact.seconds * (1 - WORTH) else chosen), exact
+
+
 def answer(cluster: Cluster, training: Training, hooks: Sequence[str]) -> Answer:
     """Predict a step with each hook, and recommend one by the rule for measured steps."""
     lines = tuple(line(cluster, training, hook) for hook in dict.fromkeys(["allreduce", *hooks]))
-    steps = [Prediction(one.hook, one.seconds, one.left, 0.0, one.sent, one.lossy, one.leaving) for one in lines]
-    chosen, exact, _ = choose(steps)
-    recommended = exact if chosen.lossy and chosen.seconds > exact.seconds * (1 - WORTH) else chosen
+    chosen, exact = recommended(lines)
     lossy = [one for one in lines if one.lossy]
     if not lossy:
-        return Answer(lines, recommended.hook, None, None)
-    rival = recommended.hook if recommended.lossy else min(lossy, key=lambda one: (one.seconds, one.link)).hook
+        return Answer(lines, chosen.hook, None, None)
+    rival = chosen.hook if chosen.lossy else min(lossy, key=lambda one: (one.seconds, one.link)).hook
 
     def saves(bits: float) -> bool:
         slower = replace(cluster, bits=bits)
         with_hook, plain = (line(slower, training, hook).seconds for hook in (rival, exact.hook))
         return with_hook <= plain * (1 - WORTH)
 
-    return Answer(lines, recommended.hook, rival, _highest(saves))
+    return Answer(lines, chosen.hook, rival, _highest(saves))
 
 
 def _highest(pays: Callable[[float], bool]) -> float | None:
