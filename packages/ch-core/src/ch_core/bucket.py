@@ -259,6 +259,7 @@ class Bucket:
         index: position in the step, equal on all ranks.
         is_last: the step's last bucket.
         unused: names of parameters that this rank has no gradient for: zeros are in their places.
+        output: tensor that receives this rank's part of the average; ``None`` if the average is left in ``storage``.
 
     Example:
         >>> import torch
@@ -274,6 +275,7 @@ class Bucket:
     index: int = 0
     is_last: bool = True
     unused: frozenset[str] = frozenset()
+    output: torch.Tensor | None = None
     _by_name: dict[str, ParamLayout] = field(default_factory=dict, init=False, repr=False, compare=False)
     _kept: dict[Hashable, tuple[object, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -118,6 +118,9 @@ class Versions:
         draft: entries of the step that runs, or waits for its outcome.
         loss_scale: loss scale of the gradients that the fields of :attr:`scaled` were made from.
         scaled: power of the loss scale in each field that follows it: 1 for gradients, 2 for their squares.
+        reference: weight that ranks divide their weights by (:mod:`ch_core.engine.weights`); ``None`` before the first
+            weighted step. The fields of :attr:`scaled` are in its unit.
+        next_reference: reference from the next step on; ``None`` for the same.
 
     Example:
         >>> versions = Versions()
@@ -139,6 +142,8 @@ class Versions:
         self._presumed = False  # True if checkpoints hold the tentative steps as if the optimizer had used them
         self.loss_scale = 1.0
         self.scaled: Mapping[str, int] = {RESIDUAL: 1}
+        self.reference: float | None = None
+        self.next_reference: float | None = None
         self._device: torch.device | None = None  # None after a load, which may put entries anywhere, by `map_location`
         self._set(entries or {})
 
@@ -174,11 +179,30 @@ class Versions:
             return
         if not 0.0 < loss_scale < float("inf"):
             raise ValueError(f"the loss scale is {loss_scale}; expected a positive finite number")
+        self._multiply(loss_scale / self.loss_scale)
+        self.loss_scale = loss_scale
+
+    def refer(self, reference: float) -> None:
+        """Convert the fields of :attr:`scaled` to another reference weight. Powers of two round nothing.
+
+        A gradient enters a weighted average times weight over reference, so a residual grows if the reference shrinks. The
+        first reference converts nothing: in steps without weights every rank has counted as much as the reference.
+
+        >>> versions = Versions({("w", RESIDUAL): Entry(torch.ones(2))})
+        >>> versions.refer(1024.0)
+        >>> versions.refer(256.0)
+        >>> versions.committed["w", RESIDUAL].tensor
+        tensor([4., 4.])
+        """
+        if self.reference is not None and reference != self.reference:
+            self._multiply(self.reference / reference)
+        self.reference, self.next_reference = reference, None
+
+    def _multiply(self, factor: float) -> None:
         for (_, field), entry in self._every():
             power, tensor = self.scaled.get(field), entry.tensors[-1]  # codes follow through their scales
             if power and tensor.is_floating_point():
-                tensor.mul_((loss_scale / self.loss_scale) ** power)
-        self.loss_scale = loss_scale
+                tensor.mul_(factor**power)
 
     def unscaled(self, field: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return numbers of a field without the loss scale."""
@@ -242,7 +266,13 @@ class Versions:
         held = self.committed
         self.draft.spare.update({k: e for k, e in gone.items() if e is not held.get(k) and e is not before.get(k)})
 
-    def replace(self, entries: Mapping[Key, Entry], step: int, keep: Collection[str] = ()) -> None:
+    def replace(
+        self,
+        entries: Mapping[Key, Entry],
+        step: int,
+        keep: Collection[str] = (),
+        reference: float | None = None,
+    ) -> None:
         """Replace all entries and the step.
 
         Args:
@@ -250,6 +280,7 @@ class Versions:
             step: the new step.
             keep: fields whose written and tentative entries stay. A member that heals within a step receives the state
                 from before the step. The step is then committed on top.
+            reference: the new :attr:`reference`.
         """
         before, old, draft = self._before, self.committed, self.draft
         written = {k: e for k, e in {**draft.found, **draft.written}.items() if k[1] in keep and e is not old.get(k)}
@@ -262,6 +293,7 @@ class Versions:
         draft.written = written
         draft.spare.clear()
         self.loss_scale, self._device = 1.0, None
+        self.reference, self.next_reference = reference, None
 
     def drop(self, keys: Collection[Key]) -> None:
         """Remove committed entries, between steps."""
@@ -283,8 +315,10 @@ class Versions:
     def __getstate__(self) -> dict[str, Any]:
         """Return the certain version, without buffers."""
         entries, step = self.certain
-        return {"entries": dict(entries), "step": step, "loss_scale": self.loss_scale, "scaled": self.scaled}
+        units = {"loss_scale": self.loss_scale, "scaled": self.scaled, "reference": self.reference}
+        return {"entries": dict(entries), "step": step, **units}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         Versions.__init__(self, kept["entries"], kept["step"])
         self.loss_scale, self.scaled = kept["loss_scale"], kept["scaled"]
+        self.reference = kept.get("reference")  # pickles of older versions have none

@@ -70,7 +70,7 @@ class Scattered(Reduction):
             whole = layout.bucket(world)
             self._buckets[key] = BucketLayout(whole.params, whole.numel, storage.dtype, storage.device)
             self._layouts[self._buckets[key]] = layout
-        return Bucket(self._buckets[key], storage, index)
+        return Bucket(self._buckets[key], storage, index, output=output)
 
     def release(self) -> None:
         """Release the last bucket's output."""

@@ -103,6 +103,7 @@ class HookState:
         *,
         keep: Collection[str] = (),
         buckets: BucketNames = (),
+        reference: float | None = None,
     ) -> None:
         """Replace all entries and the step.
 
@@ -113,8 +114,9 @@ class HookState:
             place: rank that the state was saved on, if it is still to be verified.
             keep: see :meth:`.Versions.replace`.
             buckets: the new buckets; empty to keep the old ones.
+            reference: reference weight that the entries were saved with; ``None`` if steps had no weights.
         """
-        self.versions.replace({key: Entry(tensor) for key, tensor in entries.items()}, step, keep)
+        self.versions.replace({key: Entry(tensor) for key, tensor in entries.items()}, step, keep, reference)
         self.handed_over = self._written = False
         identity = self.identity
         identity.rank, identity.buckets = place, buckets or identity.buckets

@@ -5,7 +5,7 @@ Tests of hooks use real handles and engines on simulated ranks, without processe
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -43,6 +43,9 @@ class SimulatedBinding(Binding):
     def __init__(self, engine: Engine, layout: BucketLayout) -> None:
         self.engine, self.layout = engine, layout
 
+    def weigh_ranks(self) -> None:
+        self.engine.set_weighted()
+
     def check(self) -> None:
         """Do nothing; :meth:`SimulatedRanks.step` returns every error."""
 
@@ -69,6 +72,7 @@ class SimulatedRanks:
         timeout: seconds after which a rank that waits for another raises.
         nodes: ranks per node, or the ranks of each node; ``None`` for one rank per node.
         transport: makes the transport of a rank, given the group and the rank.
+        weighted: True to average by the weights that :meth:`step` gets.
 
     Example:
         >>> import torch
@@ -89,6 +93,7 @@ class SimulatedRanks:
         timeout: float = 30.0,
         nodes: Nodes | None = None,
         transport: Callable[[SimulatedGroup, int], CountingTransport] = CountingTransport,
+        weighted: bool = False,
     ) -> None:
         self.world_size, self.buckets, self.like = world_size, buckets, like
         self.group = SimulatedGroup(world_size, nodes)
@@ -102,15 +107,26 @@ class SimulatedRanks:
             engine = Engine(handle.reduction, carries, handle.state, timeout=timeout)  # type: ignore[arg-type]
             engine.open_levels()
             engine.set_dropped(lambda: self._dropped)
-            handle.bind(SimulatedBinding(engine, layout))
+            binding = SimulatedBinding(engine, layout)
+            handle.bind(binding)
+            if weighted:
+                binding.weigh_ranks()
             self.engines.append(engine)
 
-    def step(self, gradients: Sequence[Given], joined: Collection[int] = ()) -> Step:
+    def step(
+        self,
+        gradients: Sequence[Given],
+        joined: Collection[int] = (),
+        weights: Sequence[float | torch.Tensor | None] = (),
+        of: Literal["mean", "sum"] = "mean",
+    ) -> Step:
         """Run one backward on every rank. The given gradients do not change.
 
         Args:
             gradients: one mapping for each rank, with ``None`` where the rank did not use a parameter.
             joined: ranks that have run out of data (``DDP.join``): they send zeros in place of their gradients.
+            weights: each rank's, for :meth:`.CommHook.weigh`; ``None`` for a rank that does not call it.
+            of: see :meth:`.CommHook.weigh`.
         """
 
         def one(rank: int) -> tuple[dict[str, torch.Tensor], BaseException | None]:
@@ -121,6 +137,9 @@ class SimulatedRanks:
                 for bucket in made:
                     bucket.unused = frozenset()
             self.engines[rank].set_participating(not left)
+            weight = weights[rank] if weights else None
+            if weight is not None and not left:
+                self.handles[rank].weigh(weight, of)
             try:
                 for bucket in made:
                     self.engines[rank].submit(bucket)

@@ -6,13 +6,14 @@ One class serves every kind of model. The differences between DDP, FSDP and a ma
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from ch_core import (
     AttachError,
+    BucketLayout,
     Engine,
     HookNotSupportedError,
     HookState,
@@ -90,6 +91,7 @@ class CommHook:
             self.state = HookState()
         self.alone = False
         self.link: Link | None = None  # set by attach(link=)
+        self.weighted = False  # set by attach(weighted=)
         self.agreement_timeout: float | None = None  # seconds; None if ranks are not compared
         self.model: Callable[[], torch.nn.Module | None] = _no_model  # a weak reference, set by attach
         self.rank_check: RankCheck | None = None  # set by attach(check_ranks_every=)
@@ -108,7 +110,8 @@ class CommHook:
         Ranks with equal lines run the same hook. :attr:`expr` is for people.
         """
         far = [f"link: {self.link}"] if self.link is not None else []
-        return [type(self.built).__qualname__, *option_lines(self.full), *far]
+        weighted = ["weighted: True"] if self.weighted else []
+        return [type(self.built).__qualname__, *option_lines(self.full), *far, *weighted]
 
     @property
     def hook_state(self) -> HookState | None:
@@ -171,6 +174,9 @@ class CommHook:
         - `between_bytes`: the part of them that leaves the node. 0 without a hook of two levels, which knows the nodes.
         - `rounds`: stages started, one for each piece of a large bucket.
         - `*_seconds`: host time.
+        - `weight_skew`, `weight_moved`, `weightless_steps` with `attach(weighted=True)`: largest weight over the mean weight
+          in the last step; the part of its average that the weights moved between ranks, from 0 to 1 - 1 / W; steps that
+          were skipped because all ranks weighed 0.
 
         A binding with several axes adds up the figures of all axes.
 
@@ -331,6 +337,52 @@ class CommHook:
 
     # -- the step
 
+    def weigh(self, n: float | torch.Tensor, of: Literal["mean", "sum"] = "mean") -> None:
+        """Set how much this rank's gradient counts in the next average, after `attach(weighted=True)`.
+
+        Call it on every rank right before each `backward()`. The average is `sum(n_r g_r) / sum(n_r)` over the ranks r. With
+        n_r tokens and g_r the gradient of rank r's mean loss over them, it is the gradient of the mean loss over all tokens.
+
+        Weights of backwards that are averaged together, such as those under `no_sync()`, add up. Then scale each mean loss by
+        its n over the n of the window, or use `of="sum"` (see the page "Batches of unequal size").
+
+        A rank with n = 0 contributes nothing, also if its gradient is NaN. If all ranks weigh 0, the gradients are zeros, the
+        hook's state stays as it was, and `stats()` counts the step as one of the `weightless_steps`.
+
+        Args:
+            n: tokens or samples of the backward, or any other weight, 0 or more and finite. A float, or a tensor of one
+                element of any dtype. The host does not wait for a tensor on the device of the gradients.
+            of: `"mean"` if the loss is a mean over n. `"sum"` if it is a sum. The average is then
+                `sum(g_r) / sum(n_r)`.
+
+        Raises:
+            HookNotSupportedError: the hook was attached without `weighted=True`.
+            HookConfigError: `n` is not one number, or `of` is unknown. An `n` that is negative, infinite or NaN, and a rank
+                that has not called, raise it from `backward()` on all ranks.
+            AttachError: not attached.
+
+        Example:
+            >>> import commhooks, torch, torch.distributed as dist
+            >>> from torch.nn.parallel import DistributedDataParallel
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+            >>> handle = commhooks.attach(model, "allreduce", weighted=True)
+            >>> handle.weigh(4, of="sum")  # four samples
+            >>> model(torch.ones(4, 2)).sum().backward()
+            >>> model.module.weight.grad
+            tensor([[1., 1.]])
+            >>> dist.destroy_process_group()
+        """
+        engines = self._bound().engines.values()
+        weighings = [engine.weighing for engine in engines if engine.weighing is not None]
+        if not weighings:
+            raise HookNotSupportedError(
+                f"{self.expr} was attached without weighted=True, so all ranks count equally. Call attach(..., weighted=True) "
+                "on all ranks, or remove weigh()"
+            )
+        for weighing in weighings:
+            weighing.add(n, of)
+
     def commit(self) -> bool | None:
         """Make the last step's state final now instead of at the next step.
 
@@ -396,6 +448,26 @@ class CommHook:
                 f"{self.expr} is not attached to a model: handle = commhooks.attach(model, {self.expr!r})"
             )
         return self._binding
+
+
+def refuse_weights(handle: CommHook, layout: BucketLayout) -> None:
+    """Refuse `weighted=True` for a hook without an average of its ranks.
+
+    Raises:
+        HookNotSupportedError: a foreign function, or a hook that leaves each rank its own gradients.
+    """
+    reduction = handle.reduction
+    if reduction is None:
+        raise HookNotSupportedError(
+            f"weighted=True: {handle.expr} is a foreign function, whose average is its own. Give a hook by name, or omit "
+            "weighted="
+        )
+    own = [p.name for p in layout.params if not reduction.keeps_equal(p.name)]
+    if own:
+        raise HookNotSupportedError(
+            f"weighted=True: {handle.expr} leaves each rank its own gradient of {', '.join(own[:3])}, so there is no average "
+            "to weigh. Omit weighted="
+        )
 
 
 def _no_model() -> None:

@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from ch_core.engine.outcome import Progress, StepOutcome
+from ch_core.engine.weights import next_reference
 from ch_core.entries import Versions
 from ch_core.errors import CommHooksError
 
@@ -118,6 +119,11 @@ class Commits:
         kept = last is not None and last.good() and used is not False
         if kept:
             self.versions.commit(tentative=used is None, presumed=presumed, dropped=self.dropped())
+            if last is not None and last.weights is not None:
+                # Only of a committed step, because of others the members of an elastic group may know different weights. From
+                # the state's reference, because a member that healed in this step has just received it.
+                reference = self.versions.reference or 1.0
+                self.versions.next_reference = next_reference(reference, last.weights.values())
         else:
             self.versions.rollback()
         if last is not None:

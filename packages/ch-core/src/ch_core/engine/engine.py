@@ -28,7 +28,8 @@ from ch_core.engine.outcome import BETWEEN, DECODE, ENCODE, Progress, StepOutcom
 from ch_core.engine.schedule import BucketPlan, CpuTuning, Schedule
 from ch_core.engine.stats import Counters, Sampler
 from ch_core.engine.step import BucketRun, Step
-from ch_core.errors import CommHooksError, HookNotSupportedError, TransportError
+from ch_core.engine.weights import StepWeights, Weighing, as_message, reference_for
+from ch_core.errors import CommHooksError, HookConfigError, HookNotSupportedError, TransportError
 from ch_core.reduction import Reduction, Stages, StepContext
 from ch_core.requests import StagePlan
 from ch_core.state import HookState
@@ -60,6 +61,7 @@ class Engine:
         participating: True if this rank contributes data to the steps that begin from now on.
         sampler: measures errors of some steps for telemetry.
         rank_check: compares parameters across the ranks every few steps; ``None`` if off.
+        weighing: weight of this rank's next step; ``None`` if all ranks count equally.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Engine:
         self.step = Step(StepOutcome(reduction.name, transport, progress=Progress.RESOLVED), True, self.messenger)
         self.sampler = Sampler(transport.rank)
         self.rank_check: RankCheck | None = None
+        self.weighing: Weighing | None = None
         self._sends_status, self._status_last = sends_status, status_last
         self._resolving = threading.RLock()
         self._on_reduced: Callable[[Bucket], None] | None = None
@@ -126,6 +129,15 @@ class Engine:
         """Set if this rank contributes data. A rank that has run out of input only joins the collectives."""
         self.participating = participating
 
+    def set_weighted(self) -> None:
+        """Weigh the ranks from the next step on, by :attr:`weighing`. All ranks must make this call."""
+        self.weighing = Weighing()
+
+    def forget_weight(self) -> None:
+        """Forget the weight of a step that is not run, because the next one weighs again."""
+        if self.weighing is not None:
+            self.weighing.clear()
+
     def set_failure(self, failure: BaseException | None) -> None:
         """Refuse further steps with this error. ``None`` allows them again after members of an elastic group have met."""
         self.failure = failure
@@ -153,7 +165,8 @@ class Engine:
         if not self.in_step:
             self._begin(device)
         step = self.step
-        if is_asynchronous(device):
+        weights = step.outcome.weights
+        if is_asynchronous(device) or (weights is not None and not weights.early):
             step.submitted.append(bucket)
         older, started = list(step.in_flight), []
         try:
@@ -190,6 +203,12 @@ class Engine:
         """
         if self.in_step:
             self.state.draft.reopen({p.name for p in bucket.layout.params}, self.reduction.fields)
+        else:
+            self._begin(bucket.storage.device, early=True)
+        weights = self.step.outcome.weights
+        if weights is not None and not weights.early:  # the caller would use an average that is not divided yet
+            refusal = HookNotSupportedError("a weighted step takes its buckets by submit() or by run(), not by both")
+            self.step.outcome.fail(refusal, ENCODE)
         self.submit(bucket)
         begun = time.perf_counter()
         try:
@@ -216,7 +235,9 @@ class Engine:
             self.counters.trace.finishing(begun)
         step = self.step
         if not self.in_step:  # no bucket arrived, but there is an error to send. Reports still read the buckets before
+            before = step.outcome.weights
             step.outcome = self._new_outcome(late=step.outcome.take_error())
+            self._weigh(step.outcome, self.messenger.device, early=before is not None and before.early)
             step.participating = self.participating
             # This step has no draft, and would roll back that of the last one.
             self._local(self.resolve_before_next_step)
@@ -233,6 +254,11 @@ class Engine:
             if step.outcome.progress is Progress.OPEN:
                 self._send_status()
             self._agree()
+            weights = step.outcome.weights
+            if weights is not None:
+                if not weights.early:
+                    weights.divide(step.submitted)
+                self.counters.weigh(weights.values)
             # Not needed after an early status, because a rank that failed has sent NaN as its last message. With a callback it
             # is too late, because the callback has used the averages.
             if not early and self._on_reduced is None:
@@ -257,6 +283,8 @@ class Engine:
         the draft belongs to the last finished step, which may still be committed.
         """
         unfinished = self.in_step
+        if unfinished:
+            self.forget_weight()
         self.messenger.drop()  # first, because a late message may decode until then
         self.step.abandon()
         self.sampler.abandon()
@@ -331,9 +359,15 @@ class Engine:
 
     # -- the lockstep rule
 
-    def _begin(self, device: torch.device) -> None:
-        """Resolve the last step and begin the next one."""
+    def _begin(self, device: torch.device, *, early: bool = False) -> None:
+        """Resolve the last step and begin the next one.
+
+        Args:
+            device: device of its buckets.
+            early: True if averages are used before the step ends.
+        """
         if self.failure is not None:
+            self.forget_weight()
             raise self.failure
         if is_capturing(device):
             # A replayed step would never be committed, and would write its state to the same of two buffers every time.
@@ -353,6 +387,7 @@ class Engine:
         if scale is not None and stateful:
             self._local(lambda: self.state.versions.rescale(scale()))
         self._local(partial(self.state.versions.move_to, device))
+        self._weigh(outcome, device, early=early or self._on_reduced is not None)
         if self.sampler.recordings:  # the status of the last step has been read, so its sample is complete
             self._local(partial(self.sampler.begin, self.reduction, self.state, self.counters))
         self.counters.begin()
@@ -365,6 +400,33 @@ class Engine:
         if self._untold is not None:
             outcome.fail(self._untold, DECODE)
         return outcome
+
+    def _weigh(self, outcome: StepOutcome, device: torch.device, *, early: bool) -> None:
+        """Give a step the weight of this rank, and the reference. Send the weights if averages are used early."""
+        if self.weighing is None:
+            return
+        weight, of = self.weighing.take()
+        if not self.participating:
+            weight = 0.0  # a joined rank need not call weigh()
+        if isinstance(weight, torch.Tensor) and not (weight.device == device and is_asynchronous(device)):
+            weight = float(weight)
+        versions, self.messenger.device = self.state.versions, device
+        reference = versions.next_reference or versions.reference
+        if reference is None and self.transport.elastic:
+            reference = (
+                1.0  # a member that joins would not take part in a gather. The first step finds another reference
+            )
+        elif reference is None:
+            reference = reference_for(self.gather(as_message(weight, device)).flatten().tolist())
+        if reference is not None:
+            self._local(partial(versions.refer, reference))
+        rank, world = self.transport.rank, self.transport.world_size
+        outcome.weights = made = StepWeights(rank, world, weight, of, device, reference or 1.0)
+        if early:
+            try:
+                made.post(self.messenger)
+            except Exception as lost:
+                self._lose(lost)
 
     def _check_ranks(self, check: RankCheck, device: torch.device) -> None:
         participating = self.step.participating
@@ -409,6 +471,9 @@ class Engine:
         plan: BucketPlan | None = None
         generator: Stages | None = None
         failure: BaseException | None = None
+        weights = step.outcome.weights
+        if weights is not None:
+            self._local(partial(weights.scale, bucket))  # before a sampler copies it
         try:  # the plan follows from layout and step, so its errors are the same on every rank
             plan = self.schedule.plan(bucket.layout, ctx)
             if reduction.fields:  # another hook may have written the state, or another memory format
@@ -456,6 +521,7 @@ class Engine:
         for run in runs:
             requests = run.advance(self.messenger, self.schedule)
             if requests is None:
+                self._divide_early(run)
                 run.complete(self._on_reduced if self.step.participating else None)
                 ended = True
             elif first is None and not run.plan.merges[run.stage]:  # requests of other buckets cannot be merged with it
@@ -470,6 +536,16 @@ class Engine:
             self.step.drop_done()
         if batch is not None and first is None:
             self._start(batch)
+
+    def _divide_early(self, run: BucketRun) -> None:
+        """Divide the average of a bucket by the weights, if it is used before the step ends."""
+        weights = self.step.outcome.weights
+        if weights is None or not weights.early:
+            return
+        try:
+            weights.divide_early(run.bucket, self.messenger, self.reduction.name)
+        except HookConfigError:  # not an average, so no callback may get it. The end of the step raises on all ranks
+            run.failed = True
 
     def _start(self, batch: Batch) -> None:
         self.messenger.start(batch)
@@ -525,7 +601,9 @@ class Engine:
         step, clock = self.step, None
         if step.participating:
             clock = self.state.step + (self._local(self.commits.used_steps, DECODE) or 0)
-        together = self._sends_status and self.transport.world_size > 1 and self.counters.communicated
+        # A member that heals next to a single participant is none of its ranks, and needs its weight.
+        peers = self.transport.world_size > 1 or (self.transport.elastic and step.outcome.weights is not None)
+        together = self._sends_status and peers and self.counters.communicated
         # A rank that has dropped a step alone is some messages ahead of the others, or behind them, for ever.
         digest = step.digest + self.transport.exchanged
         step.outcome.send(clock, self.messenger.device, self.messenger.post if together else None, digest)

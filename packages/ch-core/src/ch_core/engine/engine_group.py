@@ -74,10 +74,17 @@ class EngineGroup:
                 raise engine.failure
 
     def stats(self) -> dict[str, float]:
-        """Return the figures of all axes, and traffic by axis. Steps are common to the axes; other figures add up."""
+        """Return the figures of all axes, and traffic by axis. Steps are common to the axes; other figures add up.
+
+        Of the skews of two axes the larger one counts.
+        """
         counters = {axis: engine.counters for axis, engine in self.engines.items()}
         rows = [one.as_dict() for one in counters.values()]
-        total = {key: (max if key.endswith("steps") else sum)(row[key] for row in rows) for key in rows[0]}
+        total = {
+            key: (max if key.endswith("steps") or key.startswith("weight") else sum)(row.get(key, 0.0) for row in rows)
+            for row in rows
+            for key in row
+        }
         for axis, one in counters.items():
             total[f"{axis}_payload_bytes"] = one.traffic.payload_bytes
             total[f"{axis}_wire_bytes"] = one.traffic.wire_bytes

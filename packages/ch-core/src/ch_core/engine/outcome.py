@@ -5,6 +5,8 @@ At the end of each step the ranks all-reduce one status vector of ``W + 1`` fp32
     element r   = code of rank r + 4 * clock of rank r      (0 from every other rank)
     element W   = number of ranks that saw a reduced NaN or Inf, or NaN
 
+If the average is weighted, the weights of the ranks follow (:mod:`ch_core.engine.weights`), W numbers more.
+
 The code of rank r says where its reduction raised, 0 if it did not. The clock of rank r is 1 + (n + d) modulo 2**18 - 1. The
 count n is the number of steps that the rank has committed plus, with a judge, the number of steps that the judge saw used. The
 digest d is that of the step's buckets. A rank that has run out of input sends 0 instead. Ranks with different clocks have
@@ -24,6 +26,7 @@ import torch
 from ch_core.bucket import Bucket
 from ch_core.device import HostCopy, is_asynchronous
 from ch_core.engine.messages import Batch
+from ch_core.engine.weights import StepWeights
 from ch_core.errors import CommHooksError, RankMismatchError, RemoteHookError
 from ch_core.logs import log
 from ch_core.requests import AllGather, AllReduce, Request
@@ -49,6 +52,7 @@ class Status:
         sums: results of :func:`finiteness` for reduced tensors.
         device: device of the step's collectives.
         buckets: digest of the step's buckets.
+        weights: this rank's part of the weights, (W,) fp32; ``None`` if the status carries none.
     """
 
     def __init__(
@@ -60,10 +64,14 @@ class Status:
         sums: Sequence[torch.Tensor | float],
         device: torch.device,
         buckets: int = 0,
+        weights: torch.Tensor | None = None,
     ) -> None:
         self.rank, self.world, self._buckets = rank, world, buckets
         mine = code + _CODES * (0 if clock is None else 1 + (clock + buckets) % _CLOCKS)
-        self.vector = torch.zeros(world + 1, dtype=torch.float32, device=device)
+        size = world + 1 if weights is None else 2 * world + 1
+        self.vector = torch.zeros(size, dtype=torch.float32, device=device)
+        if weights is not None:
+            self.weights.copy_(weights)
         # An assignment by index copies from pageable memory, for which the host would wait for a GPU.
         self.vector[rank].fill_(mine)
         unread = [s.to(device) for s in sums if isinstance(s, torch.Tensor)]
@@ -75,6 +83,11 @@ class Status:
         self._values: list[float] | None = None
         self._failed: dict[int, int] = {}
         self._clocks: dict[int, int] = {}
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """The weights in the vector, (W,); empty if the status carries none."""
+        return self.vector[self.world + 1 :]
 
     def message(self) -> AllReduce:
         """Return the request that gives all ranks the whole vector."""
@@ -208,6 +221,7 @@ class StepOutcome:
         check_finite: True if reduced numbers are checked for NaN and Inf. Only a reduction with state needs it.
         late: error of the previous step, which the host learns only now on a GPU.
         progress: its initial progress.
+        weights: weights of the ranks, if the average is weighted.
 
     Attributes:
         alone: True if this rank decided without its peers.
@@ -230,6 +244,7 @@ class StepOutcome:
         "progress",
         "rank",
         "unsent",
+        "weights",
         "world_size",
     )
 
@@ -241,7 +256,9 @@ class StepOutcome:
         check_finite: bool = False,
         late: BaseException | None = None,
         progress: Progress = Progress.OPEN,
+        weights: StepWeights | None = None,
     ) -> None:
+        self.weights = weights
         self.name, self.rank, self.world_size = name, transport.rank, transport.world_size
         self.check_finite, self.progress, self.alone = check_finite, progress, True
         self._error: tuple[BaseException, int] | None = None
@@ -292,7 +309,8 @@ class StepOutcome:
             buckets: digest of the step's buckets.
         """
         code = self._error[1] if self._error is not None else 0
-        self._status = Status(self.rank, self.world_size, code, clock, self._sums, device, buckets)
+        weights = self.weights.part() if self.weights is not None else None
+        self._status = Status(self.rank, self.world_size, code, clock, self._sums, device, buckets, weights)
         self._sums = []
         self._batch = post(self._status.message()) if post is not None else None
         self.alone, self._reads_late = post is None, is_asynchronous(device)
@@ -307,6 +325,10 @@ class StepOutcome:
         if batch is not None:
             batch.wait(timeout)
         self._status.received()
+        if self.weights is not None and self.weights.early:
+            self.weights.receive_early(timeout)
+        elif self.weights is not None:
+            self.weights.received(self._status.weights, alone=self.alone)
         self._finite = all(math.isfinite(one) for one in self._sums)  # of messages after the status
         self._sums = []
         self.progress = Progress.DECIDED
@@ -347,11 +369,17 @@ class StepOutcome:
         if self._status is None or self.progress < Progress.DECIDED or self._reported:
             return None
         own, self._error, self._reported = self._error, None, True
-        return self._status.error(self.name, own[0] if own else None, carry_out)
+        error = self._status.error(self.name, own[0] if own else None, carry_out)
+        return error or (self.weights.error(self.name) if self.weights is not None else None)
 
     def good(self) -> bool:
-        """True if no rank failed, all ranks are at the same step with the same buckets, and all reduced numbers are finite."""
-        return self._status is not None and self._finite and self._status.good()
+        """True if no rank failed, all ranks are at the same step with the same buckets, and all reduced numbers are finite.
+
+        A weighted step also needs legal weights, and one above 0.
+        """
+        if self._status is None or not self._finite or not self._status.good():
+            return False
+        return self.weights is None or (self.weights.error(self.name) is None and self.weights.total > 0)
 
     def incomplete(self) -> bool:
         """True if a rank contributed no data."""

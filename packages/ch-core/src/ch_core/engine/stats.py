@@ -73,6 +73,10 @@ class Counters:
         gradient_bytes: bytes of the running step's buckets.
         encode_seconds: host time of reductions up to their last request, plus merging, casting and starting requests.
         decode_seconds: host time of reductions after their last request.
+        weightless_steps: weighted steps that were skipped because all ranks weighed 0.
+        weight_skew: largest weight over the mean weight of the last weighted step, from 1 to W.
+        weight_moved: ``sum(|n_r / sum(n) - 1 / W|) / 2`` of that step, the part of the average that the weights move between
+            ranks. It is 0 if the weighted mean is the plain one, and at most 1 - 1 / W.
     """
 
     steps: int = 0
@@ -84,6 +88,10 @@ class Counters:
     traffic: Traffic = field(default_factory=Traffic)
     gradient_bytes: float = 0.0
     trace: StepTrace | None = None
+    weightless_steps: int = 0
+    weight_skew: float | None = None
+    weight_moved: float = 0.0
+    _weights: Callable[[], Sequence[float]] | None = None  # of the last step, not read yet
     _before: tuple[float, int] = (0.0, 0)  # trip_bytes and rounds when the step began
 
     def begin(self) -> None:
@@ -104,9 +112,31 @@ class Counters:
         self.steps += 1
         self.compressed_steps += 0 < self.traffic.trip_bytes - self._before[0] < trips * self.gradient_bytes
 
+    def weigh(self, weights: Callable[[], Sequence[float]]) -> None:
+        """Take the weights of a weighted step. They are read later, because the host would wait for a GPU."""
+        self._read_weights()
+        self._weights = weights
+
+    def _read_weights(self) -> None:
+        if self._weights is None:
+            return
+        weights, self._weights = self._weights(), None
+        total, world = math.fsum(weights), len(weights)
+        if total == 0:
+            self.weightless_steps += 1
+        elif all(0 <= one < math.inf for one in weights):
+            self.weight_skew = max(weights) * world / total
+            self.weight_moved = math.fsum(abs(one / total - 1 / world) for one in weights) / 2
+
     def as_dict(self) -> dict[str, float]:
         """Return the figures under their public names."""
-        return {
+        self._read_weights()
+        weighted = (
+            {} if self.weight_skew is None else {"weight_skew": self.weight_skew, "weight_moved": self.weight_moved}
+        )
+        if self.weight_skew is not None or self.weightless_steps:
+            weighted["weightless_steps"] = float(self.weightless_steps)
+        return weighted | {
             "steps": float(self.steps),
             "compressed_steps": float(self.compressed_steps),
             "payload_bytes": self.traffic.payload_bytes,
@@ -264,9 +294,12 @@ class Sampler:
         self._sample = None
         before, after = sample.counters, _with_trips(counters)
         steps = after["steps"] - before["steps"]
-        spent = {key: (after[key] - before[key]) / steps for key in after if not key.endswith("steps")}
+        spent = {
+            key: (after[key] - before[key]) / steps for key in after if key in before and not key.endswith("steps")
+        }
         figures = {key: value for key, value in spent.items() if key.endswith(("_bytes", "_seconds"))}
         trips = figures.pop("trip_bytes")
+        figures |= {key: after[key] for key in ("weight_skew", "weight_moved") if key in after}
         if trips > 0 and counters.gradient_bytes:
             figures["ratio"] = sample.trips * counters.gradient_bytes / trips
         if sample.sums is not None:

@@ -125,6 +125,10 @@ class DDPBinding(SlotBinding):
         else:
             self.driver.engine.rank_check = check
 
+    def weigh_ranks(self) -> None:
+        for engine in self.engines.values():
+            engine.set_weighted()
+
     def on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
         """Call ``callback`` with every bucket as soon as the bucket holds the average.
 

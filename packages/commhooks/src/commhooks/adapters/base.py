@@ -119,6 +119,17 @@ class Binding(ABC):
             "the replicate axis of FSDP2 support it"
         )
 
+    def weigh_ranks(self) -> None:
+        """Average by the weights of :meth:`commhooks.CommHook.weigh` from now on.
+
+        Raises:
+            HookNotSupportedError: the adapter does not support it.
+        """
+        raise HookNotSupportedError(
+            f"weighted=True: {type(self).__name__} does not support weights. DDP, replicate() and commhooks.Reducer do. "
+            "Omit weighted=, and scale the loss by this rank's tokens over the mean tokens of all ranks"
+        )
+
     def on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
         """Call a function with every bucket of a backward as soon as it holds the average; ``None`` stops it.
 

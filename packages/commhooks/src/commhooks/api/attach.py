@@ -17,7 +17,7 @@ from commhooks.api.adapter_lookup import Adapter, adapter_for, one_process, unwr
 from commhooks.api.create import as_handle
 from commhooks.api.start_line import start_line
 from commhooks.fingerprint import rows_of_model, verify
-from commhooks.handle import CommHook
+from commhooks.handle import CommHook, refuse_weights
 from commhooks.report.report import never_compresses
 
 
@@ -37,6 +37,7 @@ def attach(
     single_process: bool = False,
     check_ranks_every: int | None = None,
     on_drift: Literal["warn", "raise"] = "warn",
+    weighted: bool = False,
     **config: Any,
 ) -> CommHook:
     """Put a hook on a wrapped model.
@@ -70,6 +71,8 @@ def attach(
             difference is named in a warning and in `report()`. It skips parameters that may differ between ranks:
             parameters that DDP ignores or `noop` treats, all parameters during local SGD, and different shards.
         on_drift: `"raise"` raises a difference as a RankMismatchError from `backward()` on all ranks.
+        weighted: True to average by weights, such as tokens: `sum(n_r g_r) / sum(n_r)`. Every rank then calls
+            :meth:`.CommHook.weigh` before each backward. All ranks need the same value.
         **config: options of the outermost hook, for `attach(model, "powersgd", rank=4)`.
 
     Returns:
@@ -79,8 +82,9 @@ def attach(
         AttachError: the model is not wrapped. A SlotTakenError if it has a hook already.
         UnknownHookError, HookConfigError: see :func:`commhooks.create`.
         HookNotSupportedError: the model is an FSDP1 model, or `check_ranks_every` with weight gathers or a manager, whose
-            members may differ while they heal. Also with `optimizer=`, if the hook sends matrices of low rank and a Muon
-            steps them; the first step of a Muon that is not known yet raises it.
+            members may differ while they heal. `weighted=True` with a hook that averages nothing, or on two axes of a mesh. Also
+            with `optimizer=`, if the hook sends matrices of low rank and a Muon steps them; the first step of a Muon that is not
+            known yet raises it.
         RankMismatchError: the ranks do not agree.
         TransportError: a collective over the group failed earlier, or fails now.
 
@@ -113,6 +117,7 @@ def attach(
     if timeout is None:
         timeout = group_timeout(group or getattr(model, "process_group", None))
     handle.link = Link.parse(link) if link is not None else None
+    handle.weighted = weighted
     options = AttachOptions(group, axis, optimizer, scaler, verify_ranks, timeout, manager, handle.link)
     adapter = adapter_for(model)
     if manager is not None:
@@ -120,6 +125,9 @@ def attach(
     alone = isinstance(handle.built, Reduction) and manager is None and not single_process and one_process(adapter)
     binding = _bind(model, handle, adapter, options, alone=alone)
     try:
+        if weighted:
+            refuse_weights(handle, binding.layout)
+            binding.weigh_ranks()
         _agree(model, handle, binding, options, check)
         if binding.watch is not None and (refusal := low_rank_refusal(handle, binding)) is not None:
             binding.watch.refuse(refusal)

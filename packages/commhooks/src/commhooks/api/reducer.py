@@ -1,7 +1,7 @@
 """`commhooks.Reducer`: averages tensors with any reduction, without a model or a backward."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from commhooks.adapters.managed import ManagedAxis, manager_adapter
 from commhooks.adapters.options import AttachOptions
 from commhooks.api.create import as_handle
 from commhooks.fingerprint import fingerprint, rows_of, verify
-from commhooks.handle import CommHook
+from commhooks.handle import CommHook, refuse_weights
 
 
 class _ReducerBinding(Binding):
@@ -49,6 +49,14 @@ class _ReducerBinding(Binding):
     @property
     def layouts(self) -> Sequence[BucketLayout]:
         return [bucket.layout for bucket in self._buckets]
+
+    def weigh_ranks(self) -> None:
+        if self.axis is not None:
+            raise HookNotSupportedError(
+                "weighted=True: a reducer over a manager does not support weights. ch_ft.DistributedDataParallel does. Omit "
+                "weighted=, and scale the tensors by this rank's weight over the mean weight"
+            )
+        self.engines[""].set_weighted()
 
     def detach(self) -> None:
         """Release the manager if there is one. There is no model to restore."""
@@ -121,6 +129,7 @@ class Reducer:
         facts: further lines by name that must be equal on all ranks.
         rounds: over a manager, maps its committed steps to the rounds of this reducer, if it skips some steps. All members
             need the same function. A warm-up counts rounds.
+        weighted: True to average by weights. Every rank then calls `weigh(n)` before each round.
 
     Attributes:
         handle: the :class:`~commhooks.CommHook`, for `stats()`, `plan()` and checkpoints.
@@ -165,6 +174,7 @@ class Reducer:
         verify_ranks: bool = True,
         facts: Mapping[str, Sequence[str]] | None = None,
         rounds: Callable[[int], int] | None = None,
+        weighted: bool = False,
     ) -> None:
         if sum(one is not None for one in (transport, process_group, manager)) > 1:
             raise HookConfigError(
@@ -182,6 +192,7 @@ class Reducer:
                 "link= describes the ranks of a process group; a transport or a manager has its own messages"
             )
         self.handle.link = Link.parse(link) if link is not None else None
+        self.handle.weighted = weighted
         self._buckets = _buckets(tensors, device)
         state = self.handle.hook_state
         assert state is not None  # noqa: S101 - every reduction has one
@@ -206,6 +217,13 @@ class Reducer:
             self._engine = Engine(self.handle.reduction, transport, state, timeout=timeout, status_last=True)
         self._binding = _ReducerBinding(self._engine, layout, self._buckets, group, axis)
         self.handle.bind(self._binding)
+        if weighted:
+            try:
+                refuse_weights(self.handle, layout)
+            except BaseException:
+                self.handle.detach()
+                raise
+            self._binding.weigh_ranks()
         if verify_ranks and axis is None:
             self.handle.agreement_timeout = timeout
             try:
@@ -260,6 +278,23 @@ class Reducer:
             self.abandon()
             raise
         return self._running
+
+    def weigh(self, n: float | torch.Tensor, of: Literal["mean", "sum"] = "mean") -> None:
+        """Set how much this rank's tensors count in the next round. See :meth:`.CommHook.weigh`.
+
+        Example:
+            >>> import torch
+            >>> from commhooks import Plain, Reducer
+            >>> from ch_core import simulate
+            >>> def body(rank):
+            ...     mine = {"w": torch.full((2,), float(rank.rank))}
+            ...     reducer = Reducer(Plain(), mine, transport=rank.transport, weighted=True)
+            ...     reducer.weigh([1, 3][rank.rank])
+            ...     return reducer.average(mine)["w"].tolist()
+            >>> simulate(2, body)[1]
+            [0.75, 0.75]
+        """
+        self.handle.weigh(n, of)
 
     def average(self, tensors: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Call :meth:`start`, then :meth:`PendingAverage.wait`."""

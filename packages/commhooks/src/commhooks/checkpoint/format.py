@@ -1,5 +1,6 @@
 """Form of a saved state: parses untrusted data, and checks every type, key and size before use."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from ch_core import BucketNames, Key, ParamTable, StateError
 
 FORMAT = 2
 _KEYS = ("format", "expr", "config", "world_size", "rank", "step", "params", "buckets", "fields", "entries")
-_OPTIONAL = ("nodes", "link")
+_OPTIONAL = ("nodes", "link", "reference")
 _LOCALITIES = ("local", "shared", "owned")
 _LONGEST = 4096  # characters of a name or an expression
 _WORLD = 1 << 20
@@ -32,6 +33,7 @@ class Saved:
     buckets: BucketNames = ()
     nodes: tuple[tuple[int, ...], ...] = ()  # ranks of each node, if a hook with two levels saved the state
     link: str = ""  # between ranks that are far apart
+    reference: float | None = None  # weight that residuals are in units of; None if steps had no weights
 
 
 def read(saved: object) -> Saved:
@@ -70,6 +72,7 @@ def read(saved: object) -> Saved:
         buckets=_buckets(saved["buckets"]),
         nodes=_nodes(saved.get("nodes", [])),
         link=_text("link", saved.get("link", "")),
+        reference=_reference(saved.get("reference")),
     )
 
 
@@ -91,6 +94,8 @@ def as_dict(saved: Saved, entries: Mapping[str, Mapping[str, torch.Tensor]], ran
         made["nodes"] = [list(node) for node in saved.nodes]
     if saved.link:
         made["link"] = saved.link
+    if saved.reference is not None:
+        made["reference"] = saved.reference
     return made
 
 
@@ -159,6 +164,15 @@ def _nodes(nodes: object) -> tuple[tuple[int, ...], ...]:
     if type(nodes) is not list or not all(type(node) is list for node in nodes):
         raise StateError(f"nodes is a list of lists of ranks, got {shown(nodes)}")
     return tuple(tuple(_integer("a rank in nodes", rank, 0, _WORLD) for rank in node) for node in nodes)
+
+
+def _reference(value: object) -> float | None:
+    """Return a reference weight. It is a power of two, so that a conversion of residuals rounds nothing."""
+    if value is not None and not (
+        type(value) is float and 2.0**-64 <= value <= 2.0**64 and math.frexp(value)[0] == 0.5
+    ):
+        raise StateError(f"reference is a power of two from 2**-64 to 2**64, got {shown(value)}")
+    return value
 
 
 def _fields(fields: object) -> dict[str, str]:

@@ -85,6 +85,7 @@ class Loaded:
     table: ParamTable
     place: RankId | None
     buckets: BucketNames
+    reference: float | None = None
 
 
 # -- saving
@@ -122,6 +123,7 @@ def state_dict(hook: "CommHook | HookState") -> dict[str, Any]:
         state.identity.buckets,
         nodes=target.nodes,
         link=target.link or "",
+        reference=state.versions.reference,
     )
     return as_dict(made, entries, rank)
 
@@ -163,7 +165,7 @@ def load_obtained(
         state.resolve_step()  # open steps belong to the old state
         if state.engine is not None:
             state.engine.forget_unresolved()
-        state.replace(made.entries, made.step, made.table, made.place, buckets=made.buckets)
+        state.replace(made.entries, made.step, made.table, made.place, buckets=made.buckets, reference=made.reference)
 
 
 def _prepared(target: CheckpointTarget, saved: Mapping[str, Any], world_change: str) -> Loaded:
@@ -187,7 +189,7 @@ def _prepared(target: CheckpointTarget, saved: Mapping[str, Any], world_change: 
     if place is None and found.rank is not None and world_change != "reset":
         place = RankId(found.rank, found.world_size, loaded=True)  # attach() verifies it
     buckets = tuple(tuple(translation.get(name, name) for name in names) for names in found.buckets)
-    return Loaded(copied, found.step, table, place, buckets)
+    return Loaded(copied, found.step, table, place, buckets, found.reference)
 
 
 def _share(found: Saved, target: CheckpointTarget) -> dict[str, float]:
@@ -206,9 +208,10 @@ def _agreed(hook: "CommHook | HookState", made: Loaded | None, refusal: Exceptio
     """Let all ranks of an attached handle load, or none. All of them make this call."""
     if not isinstance(hook, HookState) and hook.attached and hook.agreement_timeout is not None:
         step, entries, buckets = (made.step, made.entries, made.buckets) if made is not None else (0, {}, ())
+        reference = made.reference if made is not None else None
         try:
             why = "" if refusal is None else str(refusal) or repr(refusal)
-            verify_state(hook, hook.agreement_timeout, step, entries, why, buckets)
+            verify_state(hook, hook.agreement_timeout, step, entries, why, buckets, reference)
         except CommHooksError as error:
             if refusal is None:
                 raise

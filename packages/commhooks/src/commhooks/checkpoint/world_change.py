@@ -56,7 +56,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         raise StateError("merge needs at least one state: give handle.state_dict() of every rank")
     first = ranks[0]
     for other in ranks[1:]:
-        for key in ("expr", "world_size", "step", "params", "fields"):
+        for key in ("expr", "world_size", "step", "params", "fields", "reference"):
             if getattr(other, key) != getattr(first, key) and not (key == "expr" and _same_hook(other, first)):
                 raise StateError(
                     f"these are not states of one checkpoint: {key} of rank {first.rank}{_value(getattr(first, key))} differs "

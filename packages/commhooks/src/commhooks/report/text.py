@@ -34,6 +34,9 @@ def as_text(report: Mapping[str, Any]) -> str:
             "",
             *_wrapped(f"a node sends {size(node['leaving'])} to other nodes, and {size(node['inside'])} inside", ""),
         ]
+    weights = _weights(report["stats"])
+    if weights:
+        lines += ["", *_wrapped(weights, "  ", "")]
     if report["rank_checks"]:
         lines += ["", *_wrapped(report["rank_checks"], "  ", "")]
     for warning in report["warnings"]:
@@ -50,6 +53,8 @@ def as_html(report: Mapping[str, Any]) -> str:
         names = escape(", ".join(group["names"]), quote=True)
         rows.append(f'<tr title="{names}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     checks = f"<p>{escape(report['rank_checks'])}</p>" if report["rank_checks"] else ""
+    weights = _weights(report["stats"])
+    checks = (f"<p>{escape(weights)}</p>" if weights else "") + checks
     notes = "".join(f"<p>{escape(legend)}</p>" for legend in _legends(report)) + checks
     notes += "".join(f"<p><b>warning</b> {escape(warning)}</p>" for warning in report["warnings"])
     return f"<p>{escape(_title(report))}</p><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{notes}"
@@ -74,6 +79,19 @@ def _legends(report: Mapping[str, Any]) -> tuple[str, ...]:
     if report["total"]["ratio"] is None:
         return ()
     return SENT, RATIO_OF_NODES if report.get("node") else RATIO
+
+
+def _weights(stats: Mapping[str, float]) -> str:
+    """Return a sentence on the weights of the ranks; empty if all ranks count equally."""
+    if "weightless_steps" not in stats:
+        return ""
+    skipped = f"{stats['weightless_steps']:.0f} steps were skipped because all ranks weighed 0"
+    if "weight_skew" not in stats:
+        return f"weighted: {skipped}"
+    return (
+        f"weighted: in the last step the largest weight was {stats['weight_skew']:.2f} times the mean weight, and weights moved "
+        f"{stats['weight_moved']:.0%} of the average between ranks; {skipped}"
+    )
 
 
 def _title(report: Mapping[str, Any]) -> str:
