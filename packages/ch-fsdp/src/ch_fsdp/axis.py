@@ -163,3 +163,13 @@ def state_of(handle: CommHook) -> HookState:
             "state of another handle, or leave state out"
         )
     return state
+
+
+def weighted_sums(group: ParamGroup) -> HookNotSupportedError | None:
+    """Return the error if the gradients of a weighted average are sums."""
+    if group.divide_factor is None:
+        return None
+    return HookNotSupportedError(
+        f"weighted=True does not work here: set_gradient_divide_factor() has made the gradients of {group.name} sums, which have "
+        "no mean weight. Reset it to None, or omit weighted="
+    )

@@ -79,9 +79,9 @@ class FlatSum(Reduction):
         return self.output
 
 
-def flat_bucket(name: str, flat: torch.Tensor) -> Bucket:
-    """Return a whole flat gradient, ``(numel,)``, as a bucket of one entry."""
-    return Bucket(flat_layout({name: flat.numel()}, flat.dtype, flat.device), flat)
+def flat_bucket(name: str, flat: torch.Tensor, output: torch.Tensor | None = None) -> Bucket:
+    """Return a whole flat gradient, ``(numel,)``, as a bucket of one entry. ``output`` receives this rank's part, if any."""
+    return Bucket(flat_layout({name: flat.numel()}, flat.dtype, flat.device), flat, output=output)
 
 
 def flat_layout(numels: dict[str, int], dtype: torch.dtype, device: torch.device) -> BucketLayout:

@@ -18,7 +18,7 @@ from ch_fsdp.axes import (
     find_replicas,
     one_shard_group,
 )
-from ch_fsdp.axis import Axis, reduction_of
+from ch_fsdp.axis import Axis, reduction_of, weighted_sums
 from ch_fsdp.gather_axis import GatherAxis
 from ch_fsdp.layouts import model_order, trainable_shapes
 from ch_fsdp.replicate_axis import ReplicateAxis
@@ -33,6 +33,7 @@ from commhooks import (
     BucketLayout,
     CommHook,
     CommHooksError,
+    HookNotSupportedError,
     watch_optimizer,
 )
 
@@ -123,6 +124,30 @@ class FSDP2Binding(Binding):
             return
         check.watch(lambda: all_params(self.groups).items(), lambda: dist.get_process_group_ranks(replicas))
         self.engine.rank_check = check
+
+    def weigh_ranks(self) -> None:
+        """Weigh the ranks of the only axis.
+
+        Raises:
+            HookNotSupportedError: weights of the model, a manager, several axes, or gradients that are sums.
+        """
+        main, reason = self._main, ""
+        sharded = main.relay is not None and main.relay.size() > 1
+        if not main.of_gradients:
+            reason = "the hook codes weights, not gradients"
+        elif main.managed is not None:
+            reason = "members of a manager join and leave between the averages of a step"
+        elif len(self.axes) > 1 or (main.replicas is not None and sharded):
+            reason = "the average goes over shards and replicas, one after the other. Use a 1-D mesh"
+        if reason:
+            raise HookNotSupportedError(
+                f"weighted=True does not work here: {reason}. Otherwise omit weighted=, and scale the loss by this rank's tokens "
+                "over the mean tokens of all ranks"
+            )
+        for sums in map(weighted_sums, self.groups):
+            if sums is not None:
+                raise sums
+        self.engine.set_weighted()
 
     def after_agreement(self) -> None:
         for axis in self.axes:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ch_core import Engine, record_use, transport_over
-from ch_fsdp.axis import Axis, SlotObject, state_of
+from ch_fsdp.axis import Axis, SlotObject, state_of, weighted_sums
 from ch_fsdp.group_order import GroupOrder
 from ch_fsdp.layouts import shards_layout
 from ch_fsdp.steps import Steps
@@ -195,6 +195,8 @@ class ReplicateHook(SlotObject):
             self.steps.fail(refusal)
 
     def _refusal(self, shard: torch.Tensor, engine: Engine) -> Exception | None:
+        if engine.weighing is not None and (sums := weighted_sums(self.group)) is not None:
+            return sums
         if not self.group.all_reduces and engine.transport.elastic:
             return HookNotSupportedError(  # the kept gradients would outlive an attempt that the manager dropped
                 f"{self.group.name}: set_requires_all_reduce(False) does not work with manager=, because the manager may "

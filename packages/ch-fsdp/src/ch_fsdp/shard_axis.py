@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ch_core import Engine, Scattered, transport_over
-from ch_fsdp.axis import Axis, SlotObject, state_of
+from ch_fsdp.axis import Axis, SlotObject, state_of, weighted_sums
 from ch_fsdp.flat_sum import fits_flat, flat_bucket, flat_version, is_cast
 from ch_fsdp.layouts import trainable_shapes, unsharded_layout, whole_layout
 from ch_fsdp.steps import Steps
@@ -95,7 +95,7 @@ class _Flat:
         else:
             flat.premultiply = _factor(op)
         flat.output = output
-        return flat_bucket(group.name, parts)
+        return flat_bucket(group.name, parts, output)
 
     def release(self) -> None:
         self.flat.output = None
@@ -163,6 +163,8 @@ class ShardScatter(SlotObject):
                 if refusal is not None:
                     raise refusal
             self.called = True
+            if self._axis.engine.weighing is not None and (sums := weighted_sums(self.group)) is not None:
+                self.steps.fail(sums)
             expected = self.group.shards(output_tensor.dtype).numel
             if output_tensor.numel() != expected:
                 input_tensor, output_tensor = self._fail_short(input_tensor, output_tensor, expected)
