@@ -129,6 +129,9 @@ class ManagedBinding(SlotBinding):
         self._transferred.serve(self.engine, self.fingerprint)
         weakref.finalize(model, self._transferred.serve, None, {}).atexit = False  # the manager may outlive the model
 
+    def weigh_ranks(self) -> None:
+        self.engine.set_weighted()
+
     def check(self) -> None:
         """Raise nothing: the next attempt repeats a lost step."""
 

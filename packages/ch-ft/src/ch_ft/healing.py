@@ -1,6 +1,7 @@
 """Transfer a hook's shared state to a healing member.
 
-Format 1: ``{"format": 1, "fingerprint": {field: text}, "step": int, "params": {name: {field: tensor}}}``. It has only
+Format 1: ``{"format": 1, "fingerprint": {field: text}, "step": int, "reference": float | None, "params": {name: {field:
+tensor}}}``. The reference is that of weighted averages (:mod:`ch_core.engine.weights`). A snapshot has only
 fields that are equal on all members, such as PowerSGD's Q. A residual belongs to one member. Copied, it would count
 twice, so a healed member starts with none.
 """
@@ -35,6 +36,7 @@ def save(engine: Engine, fingerprint: Fingerprint) -> dict[str, Any]:
         "format": FORMAT,
         "fingerprint": dict(fingerprint),
         "step": engine.state.versions.certain.step,
+        "reference": engine.state.versions.next_reference or engine.state.versions.reference,
         "params": params,
     }
 
@@ -62,7 +64,8 @@ def load(engine: Engine, fingerprint: Fingerprint, saved: dict[str, Any]) -> Non
         for name, fields in saved["params"].items()
         for field, tensor in fields.items()
     }
-    engine.state.replace(entries, int(saved["step"]), keep=engine.reduction.shared_fields)
+    reference, keep = saved.get("reference"), engine.reduction.shared_fields
+    engine.state.replace(entries, int(saved["step"]), keep=keep, reference=reference)
 
 
 class Transferred:
