@@ -94,6 +94,10 @@ class Fragment:
         # Rounding of 16-bit parameters: exact place minus parameter. Without it, the next pseudo-gradient would contain the
         # rounding, and a start that moves by less than the parameter's precision would never move.
         self._rounding: dict[str, torch.Tensor] = {}
+        self._weight: float | torch.Tensor | None = (
+            None  # of the inner steps since the last exchange, if rounds are weighted
+        )
+        self.sent_weight: float | torch.Tensor | None = None  # of the exchange under way, or of the last one
         self._check = RankCheck(1, "raise")
         binding = reducer.handle.binding
         if compared is not None and binding is not None and binding.engine is not None:
@@ -104,6 +108,10 @@ class Fragment:
             binding.engine.rank_check = self._check
 
     # -- one round
+
+    def weigh(self, n: float | torch.Tensor) -> None:
+        """Add to this rank's weight in the next round."""
+        self._weight = n if self._weight is None else self._weight + n
 
     def begin(self, count: int, error: Exception | None = None) -> None:
         """Start the exchange of the pseudo-gradient.
@@ -116,6 +124,9 @@ class Fragment:
         error = error or self.fill()
         if error is None and self.mix == CARRY:
             sent_from = {name: self._position(name).clone() for name in self.starts}
+        if self._weight is not None:
+            self.reducer.weigh(self._weight)
+        self._weight, self.sent_weight = None, self._weight
         self._exchange = self.reducer.start(error=error)
         self._sent_from, self.since = sent_from, count
 
@@ -169,7 +180,9 @@ class Fragment:
                 ) from None
 
     def miss(self) -> None:
-        """Drop this round. The next pseudo-gradient contains its moves."""
+        """Drop this round. The next pseudo-gradient contains its moves, so the next weight contains its weight."""
+        if self.since is not None and self.sent_weight is not None:
+            self.weigh(self.sent_weight)
         self.since = None
         self._sent_from.clear()
 
@@ -264,6 +277,7 @@ class Fragment:
             "mean": {name: self.reducer.tensors[name].clone() for name in self.starts} if waiting else {},
             "left": {name: tensor.clone() for name, tensor in self._sent_from.items()} if waiting else {},
             "rest": {name: tensor.clone() for name, tensor in self._rounding.items()},
+            "weight": None if self._weight is None else float(self._weight),
         }
 
     def check(self, saved: Mapping[str, Any]) -> None:
@@ -288,6 +302,7 @@ class Fragment:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a state that :meth:`check` has accepted. Its ``"reducer"`` is already in the reducer."""
         self._exchange, self.since, self.settled = None, saved["since"], saved.get("settled")
+        self._weight = saved.get("weight")
         self.landed = self.settled  # steps of the loaded run, not of this process
         for name, start in self.starts.items():
             start.copy_(saved["start"][name])

@@ -21,7 +21,7 @@ from ch_outer.rounds import Rounds
 from ch_outer.schedule import Schedule
 from ch_outer.shared_model import SharedModel
 from ch_outer.step_watch import Followed
-from commhooks import HookConfigError, TraceSource
+from commhooks import HookConfigError, HookNotSupportedError, TraceSource
 
 
 class OuterOptimizer(InnerOptimizer):
@@ -53,6 +53,8 @@ class OuterOptimizer(InnerOptimizer):
             :class:`Members` of a torchft manager, which come and go.
         steps: inner steps of the whole run, if known. The constructor then warns of too few rounds for the momentum of a given
             ``outer``. Without it, :meth:`finish` warns.
+        weighted: True to average the moves of a round by weights, such as the tokens that each rank has trained on. Every rank
+            then calls :meth:`weigh` in each inner step. Not on :class:`Members`.
 
     Attributes:
         outer: the outer optimizer of the starts, in model order. Its learning rate may be scheduled.
@@ -93,10 +95,11 @@ class OuterOptimizer(InnerOptimizer):
         buffers: str = "average",
         ranks: FixedRanks | Members | None = None,
         steps: int | None = None,
+        weighted: bool = False,
     ) -> None:
         super().__init__(optim)
         ranks = ranks or FixedRanks()
-        self._shared = SharedModel(model, optim, schedule, exchange, outer, buffers, ranks)
+        self._shared = SharedModel(model, optim, schedule, exchange, outer, buffers, ranks, weighted)
         self.rounds: Rounds = ranks.rounds(self._shared)
         self.schedule, self.outer = self._shared.schedule, self._shared.outer
         if steps is not None and outer is not None:
@@ -126,6 +129,31 @@ class OuterOptimizer(InnerOptimizer):
         loss = None if took_over and closure is None else self.scaled_step(closure)
         self.after_step()
         return loss
+
+    def weigh(self, n: float | torch.Tensor) -> None:
+        """Set how much the next inner step counts, after ``OuterOptimizer(weighted=True)``.
+
+        Call it on every rank before each step. A rank's moves count as the sum over its inner steps since the last round. Buffers
+        are averaged without weights.
+
+        Args:
+            n: tokens or samples of the inner step, 0 or more and finite. A float, or a tensor of one element.
+
+        Raises:
+            HookNotSupportedError: the optimizer was made without ``weighted=True``.
+            HookConfigError: ``n`` is not one number. A negative, infinite or NaN weight of a round, and a rank without one, raise
+                it from :meth:`step` on all ranks.
+        """
+        if not self._shared.weighted:
+            raise HookNotSupportedError(
+                "weigh() needs OuterOptimizer(weighted=True) on all ranks. Without it all ranks count equally"
+            )
+        if isinstance(n, torch.Tensor):
+            if n.numel() != 1:
+                raise HookConfigError(f"weigh() takes one number; got a tensor of shape {tuple(n.shape)}")
+            n = n.detach().to(torch.float32, copy=True).reshape(())  # the script may write to its tensor later
+        for fragment in self._shared.fragments:
+            fragment.weigh(n)
 
     def before_step(self) -> bool:
         """Make the half of :meth:`step` before the inner step.
@@ -248,7 +276,10 @@ class OuterOptimizer(InnerOptimizer):
         """Return the sum of all exchanges' figures (see :meth:`commhooks.CommHook.stats`), and ``rounds_done``."""
         rows = [reducer.stats() for reducer in self._shared.reducers]
         whole = float(self.landed // self.schedule.fragments)
-        return {key: sum(row[key] for row in rows) for key in rows[0]} | {"rounds_done": whole}
+        total = {
+            key: (max if key.startswith("weight") else sum)(row[key] for row in rows if key in row) for key in rows[0]
+        }
+        return total | {"rounds_done": whole}
 
     def trace_source(self) -> TraceSource:
         """Return what a :class:`ch_trace.Trace` records: the rounds of all ranks.

@@ -47,6 +47,7 @@ class SharedModel:
         outer: makes the outer optimizer of the starts.
         buffers: ``"average"`` or ``"local"``.
         ranks: the ranks that exchange.
+        weighted: True if rounds average by weights.
 
     Attributes:
         params: the parameters that are exchanged, by name.
@@ -70,8 +71,9 @@ class SharedModel:
         outer: OuterFactory | None,
         buffers: str,
         ranks: Ranks,
+        weighted: bool = False,
     ) -> None:
-        self.model, self._inner = model, inner
+        self.model, self._inner, self.weighted = model, inner, weighted
         self.params = trained(model, inner)
         parts = divide(self.params, schedule.fragments)
         self.schedule = schedule
@@ -90,7 +92,7 @@ class SharedModel:
 
         def fragment(mine: dict[str, torch.Tensor], thawed: Mapping[str, torch.Tensor], **options: Any) -> Fragment:
             # Each fragment has its own reducer, so that a round of a fragment is one committed step of its state.
-            reducer = Reducer(exchange, mine, facts=facts, **options, **where)
+            reducer = Reducer(exchange, mine, facts=facts, weighted=weighted, **options, **where)
             return Fragment(
                 {name: every[name] for name in mine}, mine, reducer, schedule.mix, thawed if values else None
             )
@@ -118,6 +120,9 @@ class SharedModel:
         self.params.update({name: self._frozen.pop(name) for name in starts})
         self.outer.param_groups[0]["params"] += starts.values()
         self.fragments.append(self._fragment(starts, {}))
+        weight = self.fragments[-2].sent_weight  # the thawed parameters have moved since the round before
+        if weight is not None:
+            self.fragments[-1].weigh(weight)
         return len(self.fragments) - 1
 
     def move(self, process_group: dist.ProcessGroup) -> None:
