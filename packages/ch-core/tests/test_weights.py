@@ -86,6 +86,18 @@ def test_two_and_four_ranks_equal_one_process_on_the_concatenated_batch(world: i
             assert (step.gradients[0][name] - wanted).norm() <= 1e-6 * wanted.norm(), reduction
 
 
+@pytest.mark.parametrize(
+    "hook", ["two_level(allreduce)", "two_level(quant8)", "two_level(bf16_compress, inside='bf16')"]
+)
+def test_two_levels_average_by_weight(hook: str) -> None:
+    every, weights = all_ranks(parameters(), 4, 0), [3.0, 0.0, 1000.0, 8.0]
+    for rows in ([1.0, 1.0, 1.0, 1.0], weights):
+        step = ranks(hook, 4, nodes=2).step(every, weights=rows)
+        assert step.errors == [None] * 4
+        assert distance(step.gradients[0], weighted_mean(every, rows)) <= (1e-6 if "allreduce" in hook else 5e-2)
+        assert not any(same_bits(step.gradients[0], other) for other in step.gradients[1:])
+
+
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("world", [2, 3])
 def test_weights_that_equal_the_reference_leave_every_bit(hook: str, world: int) -> None:

@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from ch_ddp import TrainerHook
+from ch_ddp.frameworks.transformers import refuse_second_weights
 from ch_testing import spawn
-from commhooks import StateError
+from commhooks import HookNotSupportedError, StateError
 from commhooks.checkpoint.one_file import gather, load_gathered
 
 from .test_registering import as_torchrun
@@ -170,6 +171,17 @@ def body_alone(rank: int, world: int) -> None:
 
 def test_one_process_with_the_hook_when_asked() -> None:
     spawn(body_alone, 1)
+
+
+def test_a_trainer_that_weighs_the_ranks_itself_gets_no_weighted_hook() -> None:
+    class Arguments:  # of transformers, whose Trainer gives them to its callbacks
+        average_tokens_across_devices = True
+
+    with pytest.raises(HookNotSupportedError, match="weighed twice"):
+        refuse_second_weights({"weighted": True}, Arguments())
+    refuse_second_weights({}, Arguments())
+    Arguments.average_tokens_across_devices = False
+    refuse_second_weights({"weighted": True}, Arguments())
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ torch's registration hook for modules, and attaches when training begins.
 
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ch_ddp.frameworks.trainer_hook import TrainerHook, What, bases
-from commhooks import CommHook, StateError
+from commhooks import CommHook, HookNotSupportedError, StateError
 
 __all__ = ["CommHookCallback"]
 
@@ -58,6 +58,8 @@ class CommHookCallback(TrainerCallback):
 
     Raises:
         ImportError: transformers is not installed.
+        HookNotSupportedError: when training begins, ``weighted=True`` under ``average_tokens_across_devices``, with which the
+            Trainer weighs the ranks itself.
 
     ``Trainer(..., callbacks=[CommHookCallback("powersgd(rank=4)")])``
     """
@@ -79,6 +81,7 @@ class CommHookCallback(TrainerCallback):
         return self.hook.handle
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        refuse_second_weights(self.hook.options, args)
         wrapped = next((ddp for ddp in self._wrappers if any(each is model for each in ddp.modules())), model)
         self.hook.attach(wrapped, getattr(others.get("optimizer"), "scaler", None))
         if state.global_step and self.hook.keeps_state:
@@ -102,6 +105,24 @@ class CommHookCallback(TrainerCallback):
             f"training resumes at step {state.global_step}, but none of {', '.join(map(str, places))} is a checkpoint of this "
             "step, and the Trainer does not tell its callbacks the folder. Give it to the callback, too: "
             "CommHookCallback(..., resume_from_checkpoint=folder)"
+        )
+
+
+def refuse_second_weights(options: Mapping[str, Any], args: object) -> None:
+    """Refuse ``weighted=True`` if the Trainer weighs the ranks itself, because they would be weighed twice.
+
+    Args:
+        options: arguments of :func:`commhooks.attach`.
+        args: the ``TrainingArguments``.
+
+    Raises:
+        HookNotSupportedError: see above.
+    """
+    if options.get("weighted") and getattr(args, "average_tokens_across_devices", False):
+        raise HookNotSupportedError(
+            "weighted=True: this Trainer divides each loss by the tokens of all ranks already "
+            "(TrainingArguments(average_tokens_across_devices=True), the default), so the ranks would be weighed twice. Omit "
+            "weighted=, or set average_tokens_across_devices=False and call weigh() in your training_step()"
         )
 
 
