@@ -50,30 +50,53 @@ class Exact:
 
 @dataclass
 class Oracle:
-    """A step without any hook, with every parameter, this rank's own gradients, and the largest magnitude anywhere."""
+    """A step without any hook, with every parameter, this rank's own gradients, and the largest magnitude anywhere.
+
+    Attributes:
+        weight: mean weight of the ranks, 1 without weights. Residuals are conserved in its unit.
+    """
 
     exact: dict[str, Exact]
     own: dict[str, torch.Tensor]
     peak: float
+    weight: float = 1.0
 
     @property
     def finite(self) -> bool:
         return all(bool(each.mean.isfinite().all()) for each in self.exact.values())
 
 
-def oracle(micros: list[dict[str, torch.Tensor]], group: dist.ProcessGroup | None = None) -> Oracle:
-    """Compute from this rank's gradients of every micro-batch, each flat and in fp64. This is a collective."""
+def oracle(
+    micros: list[dict[str, torch.Tensor]],
+    group: dist.ProcessGroup | None = None,
+    *,
+    weight: float = 1.0,
+    of: str = "",
+) -> Oracle:
+    """Compute from this rank's gradients of every micro-batch, each flat and in fp64. This is a collective.
+
+    Args:
+        micros: the gradients.
+        group: the ranks.
+        weight: this rank's, if the ranks are weighed.
+        of: what its gradient is of, ``mean`` or ``sum``; empty for the plain mean over the ranks.
+    """
     world = dist.get_world_size(group)
-    own = {name: sum_of([one[name] for one in micros]) for name in micros[0]}
-    size = {name: sum_of([one[name].abs() for one in micros]) for name in micros[0]}
+    times = weight if of == "mean" else 1.0
+    # A weight of 0 leaves nothing of a gradient, also of one that is not finite.
+    counted = [{n: times * t if weight else torch.zeros_like(t) for n, t in one.items()} for one in micros]
+    own = {name: sum_of([one[name] for one in counted]) for name in micros[0]}
+    size = {name: sum_of([one[name].abs() for one in counted]) for name in micros[0]}
+    total = torch.tensor([weight if of else 1.0], dtype=torch.float64)
+    dist.all_reduce(total, group=group)
     both = torch.cat([*own.values(), *size.values()])
     dist.all_reduce(both, group=group)
-    parts = iter((both / world).split([t.numel() for t in (*own.values(), *size.values())]))
+    parts = iter((both / float(total)).split([t.numel() for t in (*own.values(), *size.values())]))
     means = dict(zip(own, parts, strict=False))
     exact = {name: Exact(means[name], next(parts)) for name in own}
     peak = sum_of([torch.cat([*one.values(), torch.zeros(1)]).abs().max() for one in micros]).reshape(1)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-    return Oracle(exact, own, float(peak))
+    return Oracle(exact, own, float(peak), float(total) / world)
 
 
 def sum_of(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -199,8 +222,8 @@ class Sums:
             got = grads.get(name)
             found = flat64(got) if got is not None else torch.zeros_like(exact.mean)
             for store, value in ((self.applied, found), (self.wanted, exact.mean)):
-                store[name] = store.get(name, torch.zeros_like(value)) + value / scale
-            self.size[name] = self.size.get(name, 0.0) + float(exact.size.norm()) / scale
+                store[name] = store.get(name, torch.zeros_like(value)) + value * step.weight / scale
+            self.size[name] = self.size.get(name, 0.0) + float(exact.size.norm()) * step.weight / scale
 
 
 def mean_owed(

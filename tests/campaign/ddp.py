@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks import CommHook
 from tests.campaign import models
 from tests.campaign.ambient import ambient
 from tests.campaign.checks import (
@@ -28,7 +29,7 @@ from tests.campaign.checks import (
     same_on_all_ranks,
 )
 from tests.campaign.doors import Attached, open_door
-from tests.campaign.draw import Case
+from tests.campaign.draw import Case, weight
 from tests.campaign.hooks import entry_of
 from tests.campaign.notes import Notes
 
@@ -71,7 +72,10 @@ class Loop:
     def gradients(self, step: int, scale: float) -> dict[str, torch.Tensor | None]:
         """Return the gradients of one optimizer step with all of its backwards."""
         self.optimizer.zero_grad(set_to_none=self.case.to_none)
+        handle = self.door.handle if self.door is not None and self.case.weighted else None
         for micro, loss_of in enumerate(losses(self.case, step)):
+            if handle is not None and handle.attached:
+                weigh(handle, self.case, step, micro)
             quiet = self.case.accumulate == "no_sync" and micro == 0
             with self.ddp.no_sync() if quiet else nullcontext(), cast(self.case), ambient(self.case.ambient):
                 loss = loss_of(self.ddp)
@@ -110,6 +114,26 @@ class Loop:
             self.door.load(saved["hook"])
 
 
+def weights(case: Case, step: int) -> list[float]:
+    """Return the tokens of each of this rank's micro-batches; 1 each without weights."""
+    micros = range(1 if case.accumulate == "no" else 2)
+    return [weight(case, step, dist.get_rank(), micro) if case.weighted else 1.0 for micro in micros]
+
+
+def weigh(handle: CommHook, case: Case, step: int, micro: int) -> None:
+    """Weigh the backward of a micro-batch."""
+    n = weights(case, step)[micro]
+    handle.weigh(torch.tensor(n) if case.seed % 2 else n, of="sum" if case.weighted == "sum" else "mean")
+
+
+def share(case: Case, step: int, micro: int) -> float:
+    """Return the factor of the loss of a micro-batch, as the documentation says."""
+    mine = weights(case, step)
+    if not case.weighted or not sum(mine):
+        return 1.0
+    return mine[micro] if case.weighted == "sum" else mine[micro] / sum(mine)
+
+
 def losses(case: Case, step: int) -> Iterator[Any]:
     """Return, for each micro-batch, a function from a model to its loss."""
     rank = dist.get_rank()
@@ -118,9 +142,10 @@ def losses(case: Case, step: int) -> Iterator[Any]:
         bad = step == case.poisoned and rank == case.seed % case.world
         who = rank // max(1, case.shards)  # ranks that share one copy under FSDP use the same branch
         use = (case.seed + step * 3 + who) // 2 if not case.static else 1
+        factor = (torch.inf if bad else 1.0) * share(case, step, micro)
 
-        def loss_of(model: Any, x: torch.Tensor = x, bad: bool = bad, use: int = use) -> torch.Tensor:
-            return model(x, use) * (torch.inf if bad else 1.0)
+        def loss_of(model: Any, x: torch.Tensor = x, factor: float = factor, use: int = use) -> torch.Tensor:
+            return model(x, use) * factor
 
         yield loss_of
 
@@ -183,7 +208,7 @@ def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
         follow(plain.net, loop.net)
         follow(bare, loop.net)
         scale = loop.scale
-        truth = oracle(own_gradients(bare, case, step, scale))
+        truth = oracle(own_gradients(bare, case, step, scale), weight=sum(weights(case, step)), of=case.weighted)
         notes.phase(f"step {step}, plain DDP beside it")
         beside = plain.gradients(step, scale)
         notes.phase(f"step {step}")
@@ -220,7 +245,7 @@ def judge(
         same_on_all_ranks(grads)
     for name, param in loop.names().items():
         bounds.near(name, grads[name], truth, param.dtype)
-    if entry.bits and bits_promised(case):
+    if entry.bits and bits_promised(case) and not case.weighted:
         same_bits(grads, beside)
 
 

@@ -38,7 +38,8 @@ class Attached:
         if self.keeper is None:
             return {}
         entries = self.save()["entries"]
-        found = {name: row["residual"] for name, row in entries.items() if "residual" in row}
+        unit = self.save().get("reference", 1.0)
+        found = {name: row["residual"] * unit for name, row in entries.items() if "residual" in row}
         if self.handle is not None:
             return found
         names = list(params)
@@ -60,6 +61,7 @@ def open_door(case: Case, model: DistributedDataParallel, optimizer: Any, scaler
     """Attach the case's hook."""
     if case.door == "attach":
         told = {"optimizer": optimizer if case.given in {"optimizer", "both"} else None, "scaler": scaler}
+        told["weighted"] = bool(case.weighted)
         return Attached(commhooks.attach(model, make(case.expr), timeout=20.0, **told), None)
     name, _, options = case.hook.partition("(")
     state = None

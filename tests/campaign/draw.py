@@ -1,7 +1,7 @@
 """A case holds all inputs of one run, drawn from a seed and a number alone."""
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from tests.campaign.ambient import AMBIENTS
 from tests.campaign.hooks import (
@@ -105,6 +105,7 @@ class Case:
         gather_nodes: ``nodes=`` of ``two_level`` around it, or nothing.
         gather_inside: ``two_level``'s numbers inside a node, or nothing.
         keep: FSDP2: True if weights stay gathered between forward and backward.
+        weighted: ``mean`` or ``sum`` if ranks weigh their gradients so, or nothing.
         seed: seed of the data.
     """
 
@@ -143,6 +144,7 @@ class Case:
     gather_nodes: str = ""
     gather_inside: str = ""
     keep: bool = False
+    weighted: str = ""
     steps: int = 4
 
     @property
@@ -219,7 +221,30 @@ def draw(seed: str, number: int, kinds: tuple[str, ...] = tuple(KINDS), hook: st
             "nodes": "",
         }
         case = Case(**(asdict(case) | {"hook": hook} | plain))
-    return case
+    return replace(case, weighted=_weighted(random.Random(f"{seed}:{number}:weights"), case))
+
+
+def _weighted(rng: random.Random, case: Case) -> str:
+    """Return what the weights are of. Models and hooks that refuse weights get none."""
+    kinds = {"ddp", "simulated", "levels", "levels_simulated", "fsdp2"}
+    two_axes = case.kind == "fsdp2" and case.shards not in {1, case.world}
+    # Ranks that normalise together have gradients of the losses of all ranks, which a mean of each cannot weigh.
+    two_axes = two_axes or case.model == "sync_norm"
+    own = case.entry.promise == "silent" or case.hook.startswith(("torch:", "post_local_sgd"))
+    refused = case.kind not in kinds or two_axes or own or case.door != "attach"
+    if refused or case.join or case.accumulate == "twice" or rng.random() > 0.35:
+        return ""
+    narrow = case.dtype in {"float16", "autocast"} or case.scaled or "fp16" in case.expr + case.handed
+    return "mean" if narrow else rng.choice(["mean", "sum"])  # a sum of many could pass fp16's range
+
+
+def weight(case: Case, step: int, rank: int, micro: int = 0) -> float:
+    """Return the tokens of one micro-batch. In every step some rank has tokens, and in step 2 all have more than before."""
+    rng = random.Random(f"{case.seed}:{step}:{rank}:{micro}")
+    narrow = case.dtype == "float16" or "fp16" in case.expr + case.handed
+    some = [1.0, 2.0, 3.5] if narrow else [1.0, 3.0, 64.0, 100.5]
+    n = rng.choice(some if rank == step % case.world else [0.0, *some])
+    return n * (100.0 if step == 2 and not narrow else 1.0)
 
 
 def _hook(rng: random.Random, place: str) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import commhooks
 from tests.campaign import models
 from tests.campaign.checks import Bounds, Sums, TorchRefuses, Wrong, flat64, mean_owed, oracle, same_on_all_ranks
-from tests.campaign.ddp import losses, own_gradients
+from tests.campaign.ddp import losses, own_gradients, weigh, weights
 from tests.campaign.draw import Case
 from tests.campaign.hooks import BF16, entry_of
 from tests.campaign.notes import Notes
@@ -52,6 +52,7 @@ class Sharded:
         if hooked:
             told = {"optimizer": self.optimizer} if case.given else {}
             replicas = {"process_group": self.group} if case.shards < case.world else {}
+            told["weighted"] = bool(case.weighted)
             self.handle = commhooks.attach(self.net, make(case.hook), timeout=20.0, **told, **replicas)
 
     def names(self) -> dict[str, nn.Parameter]:
@@ -63,6 +64,8 @@ class Sharded:
         for micro, loss_of in enumerate(losses(self.case, step)):
             quiet = self.case.accumulate == "no_sync" and micro == 0
             self.net.set_requires_gradient_sync(not quiet)
+            if self.handle is not None and self.case.weighted:
+                weigh(self.handle, self.case, step, micro)
             loss_of(self.net).backward()
         return {name: None if p.grad is None else p.grad for name, p in self.names().items()}
 
@@ -126,7 +129,7 @@ def run2(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
                 net.requires_grad_(True)
         before = loop.full()
         bare.load_state_dict(loop.computed_with())
-        truth = oracle(_own(bare, case, step))
+        truth = oracle(_own(bare, case, step), weight=sum(weights(case, step)), of=case.weighted)
         notes.phase(f"step {step}")
         grads = loop.gradients(step)
         if case.gather and any(not torch.equal(p, before[n]) for n, p in loop.full().items() if n in loop.names()):
@@ -209,7 +212,9 @@ def _conserved(loop: Sharded, bounds: Bounds, sums: Sums) -> None:
     """
     if loop.handle is None:
         raise AssertionError("the loop has no hook")
-    entries = {n: row["residual"] for n, row in loop.handle.state_dict()["entries"].items() if "residual" in row}
+    saved = loop.handle.state_dict()
+    unit = saved.get("reference", 1.0)
+    entries = {n: row["residual"] * unit for n, row in saved["entries"].items() if "residual" in row}
     between_replicas = loop.case.shards < loop.case.world
     if between_replicas or loop.case.shards == 1:
         here, like, keys, group = _of_shards(loop, sums), {}, {n: loop.key(n) for n in loop.names()}, loop.group

@@ -14,7 +14,7 @@ from ch_testing import SimulatedRanks, mean_residuals
 from commhooks import CommHook
 from tests.campaign.ambient import ambient
 from tests.campaign.checks import Bounds, Exact, Oracle, Sums, Wrong, digest, flat64
-from tests.campaign.draw import Case
+from tests.campaign.draw import Case, weight
 from tests.campaign.notes import Notes
 from tests.campaign.plants import make
 
@@ -55,13 +55,17 @@ def gradients(like: Tensors, case: Case, step: int, world: int) -> list[Tensors]
     return made
 
 
-def truth_of(every: list[Tensors]) -> Oracle:
-    exact = {}
+def truth_of(every: list[Tensors], weights: list[float]) -> Oracle:
+    exact, total = {}, sum(weights)
     for name in every[0]:
-        flat = torch.stack([flat64(one[name]) for one in every])
-        exact[name] = Exact(flat.mean(0), flat.abs().mean(0))
+        parts = [
+            flat64(one[name]) * n if n else torch.zeros_like(flat64(one[name]))
+            for n, one in zip(weights, every, strict=True)
+        ]
+        flat = torch.stack(parts)
+        exact[name] = Exact(flat.sum(0) / total, flat.abs().sum(0) / total)
     peak = max((float(flat64(t).abs().max()) for one in every for t in one.values() if t.numel()), default=0.0)
-    return Oracle(exact, {}, peak)
+    return Oracle(exact, {}, peak, total / len(every))
 
 
 def run(rank: int, world: int, case: Case, notes: Notes) -> dict[str, float]:
@@ -96,7 +100,7 @@ def _ranks(case: Case, count: int, like: Tensors) -> SimulatedRanks:
         made: Any = make(case.expr)
         return made if isinstance(made, CommHook) else CommHook(node=made.node(), built=made)
 
-    return SimulatedRanks(one, count, like, buckets=int(case.cap), timeout=15.0)
+    return SimulatedRanks(one, count, like, buckets=int(case.cap), timeout=15.0, weighted=bool(case.weighted))
 
 
 def _counts(case: Case) -> list[int]:
@@ -128,7 +132,7 @@ def _handed_over(case: Case, old: SimulatedRanks, like: Tensors) -> SimulatedRan
         made.state = next(given)
         return made
 
-    return SimulatedRanks(one, len(states), like, buckets=int(case.cap), timeout=15.0)
+    return SimulatedRanks(one, len(states), like, buckets=int(case.cap), timeout=15.0, weighted=bool(case.weighted))
 
 
 def _one_step(case: Case, ranks: SimulatedRanks, like: Tensors, step: int, sums: Sums, skipped: bool) -> None:
@@ -136,12 +140,18 @@ def _one_step(case: Case, ranks: SimulatedRanks, like: Tensors, step: int, sums:
     over = bool(case.handed) and 0 <= case.resumed <= step
     entry, world = case.handed_entry if over else case.entry, ranks.world_size
     every = gradients(like, case, step, world)
+    weights = [weight(case, step, rank) for rank in range(world)] if case.weighted else []
+    if weights and not any(weights):
+        weights[0] = 1.0  # a state may have been loaded on other ranks
+    given = every
+    if case.weighted == "sum":
+        given = [{name: t * n for name, t in one.items()} for n, one in zip(weights, every, strict=True)]
     with ambient(case.ambient):
-        result = ranks.step(every)
+        result = ranks.step(given, weights=weights, of="sum" if case.weighted == "sum" else "mean")
     for error in result.errors:
         if error is not None:
             raise error
-    truth = truth_of(every)
+    truth = truth_of(every, weights or [1.0] * world)
     if not truth.finite:
         if entry.promise != "silent" and any(
             all(bool(flat64(t).isfinite().all()) for t in one.values()) for one in result.gradients
@@ -154,7 +164,7 @@ def _one_step(case: Case, ranks: SimulatedRanks, like: Tensors, step: int, sums:
     for rank, found in enumerate(result.gradients):
         own = {name: flat64(t) for name, t in every[rank].items()}
         for name, tensor in like.items():
-            bounds.near(name, found[name], Oracle(truth.exact, own, truth.peak), tensor.dtype)
+            bounds.near(name, found[name], replace(truth, own=own), tensor.dtype)
     if skipped:
         ranks.rollback()
     else:
@@ -163,4 +173,5 @@ def _one_step(case: Case, ranks: SimulatedRanks, like: Tensors, step: int, sums:
 
 def _owed(saved: list[dict[str, Any]], name: str, like: torch.Tensor) -> list[torch.Tensor]:
     rows = [one["entries"].get(name, {}).get("residual") for one in saved]
-    return list(mean_residuals([{} if row is None else {name: row} for row in rows], {name: like})[name])
+    unit = saved[0].get("reference", 1.0)
+    return list(mean_residuals([{} if row is None else {name: row * unit} for row in rows], {name: like})[name])
