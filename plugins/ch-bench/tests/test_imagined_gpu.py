@@ -55,6 +55,15 @@ def test_a_step_waits_for_nothing_but_the_last_ones_status(hook: str) -> None:
         assert seen.launches <= MOST[hook], seen.operations
 
 
+@pytest.mark.parametrize("hook", ["allreduce", "quant4(error_feedback=True)"])
+def test_a_weight_on_the_gpu_is_never_waited_for(hook: str) -> None:
+    """The host reads the weights before the first step, which finds the reference."""
+    first, *others = steps(hook, NET, 4, weighted=True)
+    assert first.waits
+    for seen in others:
+        assert seen.waits == []
+
+
 class Looks(Reduction):
     """Does things that a GPU's host should not do."""
 

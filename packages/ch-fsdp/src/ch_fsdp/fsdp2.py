@@ -137,7 +137,7 @@ class FSDP2Binding(Binding):
             reason = "the hook codes weights, not gradients"
         elif main.managed is not None:
             reason = "members of a manager join and leave between the averages of a step"
-        elif len(self.axes) > 1 or (main.replicas is not None and sharded):
+        elif main.replicas is not None and sharded:
             reason = "the average goes over shards and replicas, one after the other. Use a 1-D mesh"
         if reason:
             raise HookNotSupportedError(

@@ -44,7 +44,8 @@ class SimulatedBinding(Binding):
         self.engine, self.layout = engine, layout
 
     def weigh_ranks(self) -> None:
-        self.engine.set_weighted()
+        for engine in self.engines.values():
+            engine.set_weighted()
 
     def check(self) -> None:
         """Do nothing; :meth:`SimulatedRanks.step` returns every error."""

@@ -368,6 +368,7 @@ def steps(
     *,
     state: HookState | None = None,
     dtype: torch.dtype = torch.float32,
+    weighted: bool = False,
 ) -> list[Seen]:
     """Return the work that each of ``count`` steps of a hook gives the GPU, including the engine's own.
 
@@ -377,6 +378,7 @@ def steps(
         count: number of steps.
         state: initial state; by default a new one.
         dtype: of the gradients.
+        weighted: True to weigh the ranks by a number on the GPU.
 
     Raises:
         HookNotSupportedError: the hook is a foreign hook.
@@ -401,8 +403,13 @@ def steps(
             Bucket(layout, torch.empty(layout.numel, dtype=dtype, device=DEVICE), i, is_last=i == last)
             for i, layout in enumerate(layouts)
         ]
+        if weighted:
+            engine.set_weighted()
+        tokens = torch.full((), 7.0, device=DEVICE)
         for _ in range(count):
             gpu.seen = Seen()
+            if engine.weighing is not None:
+                engine.weighing.add(tokens, "mean")
             for bucket in made:
                 engine.submit(bucket)
             engine.finish()
