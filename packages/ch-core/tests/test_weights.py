@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -266,15 +266,18 @@ def test_a_reference_that_no_run_saves_is_refused() -> None:
 # -- ranks that weigh nothing
 
 
+@pytest.mark.parametrize("of", ["mean", "sum"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_rank_of_weight_0_sends_its_residual_and_nothing_of_its_gradient(hook: str) -> None:
+def test_a_rank_of_weight_0_sends_its_residual_and_nothing_of_its_gradient(
+    hook: str, of: Literal["mean", "sum"]
+) -> None:
     like, results = parameters(), []
     for poison in (0.0, math.nan):
         simulated = ranks(hook, 2)
-        simulated.step(all_ranks(like, 2, 0), weights=[8, 24])
+        simulated.step(all_ranks(like, 2, 0), weights=[8, 24], of=of)
         mine, other = all_ranks(like, 2, 1)
         spoilt = {name: torch.full_like(one, poison) for name, one in mine.items()}
-        step = simulated.step([spoilt, other], weights=[0, 24])
+        step = simulated.step([spoilt, other], weights=[0, 24], of=of)
         assert step.errors == [None, None]
         results.append(step.gradients[0])
         simulated.resolve_step()
