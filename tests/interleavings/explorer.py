@@ -178,6 +178,7 @@ class ExplorerTransport:
 
     elastic = False
     link = None
+    exchanged = 0
 
     def __init__(self, run: "Run", me: Rank, *, free: bool) -> None:
         self.run, self.me, self.free = run, me, free

@@ -55,7 +55,7 @@ class Held:
 class Peers:
     """A transport of two ranks, of which the other one sends the same numbers. It reads a message when it starts."""
 
-    rank, world_size, free, elastic, link = 0, 2, True, False, None
+    rank, world_size, free, elastic, link, exchanged = 0, 2, True, False, None, 0
 
     def __init__(self) -> None:
         self.works: list[Held] = []

@@ -531,7 +531,7 @@ def test_nodes_in_any_order_give_equal_bits(expr: str) -> None:
 
 def test_a_transport_without_nodes_is_refused() -> None:
     class Bare:
-        rank, world_size, free, elastic, link = 0, 1, False, True, None
+        rank, world_size, free, elastic, link, exchanged = 0, 1, False, True, None, 0
 
     from ch_core.engine.engine import Engine
 

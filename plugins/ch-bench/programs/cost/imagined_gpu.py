@@ -331,6 +331,7 @@ class SilentGroup:
 
     rank, free, elastic = 0, False, False
     link: Link | None = None
+    exchanged = 0
 
     def __init__(
         self, gpu: ImaginedGPU, world_size: int = 2, stream: str = COLLECTIVES, ranks_per_node: int | None = None
