@@ -47,7 +47,7 @@ def run(
         path.write_text(script)
     report = folder / "report.json"
     report.unlink(missing_ok=True)
-    given = {**options, "report": report} if {"hook", "outer"} & options.keys() else {}
+    given = {"report": report, **options} if {"hook", "outer"} & options.keys() else {}
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     environ["STANDALONE_PORT"] = str(_port())  # a Lightning that starts its processes itself reads it
     command = [sys.executable, "-W", "ignore"]

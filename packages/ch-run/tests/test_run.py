@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -335,3 +336,27 @@ def test_the_rounds_of_an_outer_optimizer_get_a_trace(tmp_path: Path) -> None:
 def test_a_hook_whose_messages_are_unknown_trains_without_a_trace(tmp_path: Path) -> None:
     done = run(tmp_path, "ddp_loop", hook="post_local_sgd(start_iter=100)", trace="traces")
     assert "is not traced" in done.report["notes"][0] and not (tmp_path / "traces").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"hook": HOOK}, r"powersgd\(rank=2\): step \d+, .* each; sent .*, ratio .*; waited .* \(\d+%\); error 0\.\d+"),
+        (
+            {"outer": "diloco(every=2, steps=8)"},
+            r"outer optimizer, exchange=allreduce: round \d+, .* each; sent .*; waited .*",
+        ),
+    ],
+)
+def test_live_lines_appear_while_the_script_trains(tmp_path: Path, options: dict[str, str], line: str) -> None:
+    done = run(tmp_path, "ddp_loop", report="live=2", **options)
+    start, *found, report = re.split(rf"^({line})$", done.err, flags=re.MULTILINE)
+    assert len(found[::2]) >= 2
+    assert "a rank sends" in start and "commhooks run: " in report
+    assert not (tmp_path / "live=2").exists()
+
+
+def test_an_illegal_interval_of_live_lines_ends_the_command(tmp_path: Path) -> None:
+    done = run(tmp_path, "ddp_loop", ranks=0, hook=HOOK, report="live=soon", check=False)
+    assert done.code == 2
+    assert "'soon' is no interval: give steps, as in 100, or seconds, as in 30s" in " ".join(done.err.split())

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from commhooks.cli import listing
+from commhooks.cli.text import shortened
 from commhooks.registry.spec import KINDS, OWN_COMMANDS
 
 PLUGIN = """
@@ -538,3 +539,65 @@ def test_env_tells_packages_of_others_from_ours():
     lines = commhooks("env").stdout.splitlines()
     ours = lines[lines.index("commhooks:") : lines.index("packages of others:")]
     assert "  numpy" not in "\n".join(ours)
+
+
+LOST = """
+from commhooks import HookSpec, Needs, hookimpl
+
+@hookimpl
+def commhooks_specs():
+    return [
+        HookSpec("lost", "reduction", "acme_lost_plugin_code.sub:lost", "averages", options={}),
+        HookSpec("deep", "reduction", "json.no_such_part:lost", "averages", options={}),
+        HookSpec("poor", "reduction", "math:floor", "averages", options={}, needs=Needs(packages=("acme-no-such",))),
+        HookSpec("fine", "reduction", "math:floor", "averages", options={}),
+    ]
+"""
+
+
+def test_list_marks_hooks_that_cannot_be_loaded(tmp_path, publish):
+    publish("acme", {"commhooks": {"p": "acme_lost"}}, acme_lost=LOST)
+    environ = {"PYTHONPATH": str(tmp_path), "COMMHOOKS_PLUGINS": "acme"}
+    run = commhooks("list", "acme", **environ)
+    marks = {
+        words[1]: words[0] for line in run.stdout.splitlines() if len(words := line.split()) > 2 and words[2] == "acme"
+    }
+    assert marks == {"lost": "!", "deep": "!", "poor": "!"} and "fine" in run.stdout
+    assert (
+        "! acme/lost cannot be used here: its code 'acme_lost_plugin_code.sub:lost' is not installed: there is no module "
+        "acme_lost_plugin_code\n" in run.stdout
+    )
+    assert "there is no module json.no_such_part" in run.stdout
+    assert (
+        "! acme/poor cannot be used here: poor needs the package acme-no-such: pip install acme-no-such" in run.stdout
+    )
+    hooks = json.loads(commhooks("list", "acme", "--json", **environ).stdout)["hooks"]
+    assert {hook["name"]: bool(hook["unusable"]) for hook in hooks} == {
+        "lost": True, "deep": True, "poor": True, "fine": False,
+    }  # fmt: skip
+
+
+LOUD = """
+from ch_core import HookConfigError
+
+def refuses(bucket, ctx): yield
+raise HookConfigError("\\n".join(f"line {number}" for number in range(300)))
+"""
+
+
+def test_an_error_ends_after_a_few_lines(tmp_path, publish):
+    publish("acme", {"commhooks.reduction": {"loud": "acme_loud:refuses"}}, acme_loud=LOUD)
+    run = commhooks("describe", "loud", PYTHONPATH=str(tmp_path), COMMHOOKS_PLUGINS="acme")
+    assert run.returncode == 1
+    assert len(run.stderr.splitlines()) <= 13, run.stderr
+
+
+@pytest.mark.parametrize("words", [("list",), ("describe", "powersgd"), ("env",)])
+def test_a_pipe_gets_80_columns(words):
+    run = commhooks(*words, COLUMNS="")
+    assert max(map(len, run.stdout.splitlines())) <= 80
+
+
+def test_a_long_line_of_an_error_ends_too():
+    assert len(shortened("x" * 10_000)) < 1100
+    assert shortened("short\ntext") == "short\ntext"

@@ -129,11 +129,13 @@ class AutoAttach:
             self._keep_state(found, model, len(self.models))
         if self.rank == 0:
             write_stderr(wrapped_on_terminal(f"commhooks run: {found.start_line(unwrapped(model))}") + "\n")
-        if settings.trace:
-            try:
-                found.trace = found.begin_trace(str(Path(settings.trace) / f"{_label(len(self.models), model)}.json"))
-            except HookNotSupportedError as error:
-                self._note(f"--trace: {name_of(model)} is not traced: {error}")
+        try:
+            if settings.trace:
+                found.begin_trace(str(Path(settings.trace) / f"{_label(len(self.models), model)}.json"))
+            if settings.live:
+                found.begin_live(settings.live)
+        except HookNotSupportedError as error:
+            self._note(f"{name_of(model)} is not traced, and has no live lines: {error}")
         _drop_with(model, found)
 
     def _keep_alone(self, model: torch.nn.Module, name: str) -> None:
@@ -227,7 +229,7 @@ class AutoAttach:
             with suppress(OSError):
                 (self.reports / str(os.getpid())).touch()
         write_stderr(wrapped_on_terminal(report_text(report)) + "\n")
-        if self.settings.report:
+        if self.settings.report and not self.settings.live:
             data = json.dumps(report, indent=1, default=str) + "\n"
             try:
                 write_whole(Path(self.settings.report), data)
@@ -303,7 +305,8 @@ def _model_text(model: dict[str, Any]) -> str:
     trace = model.get("trace")
     if trace is None:
         return text
-    written = f"trace written to {trace['file']}" if trace["file"] else "the trace could not be written"
+    page = f"; commhooks trace {trace['file']} --html trace.html draws it"
+    written = f"trace written to {trace['file']}{page}" if trace["file"] else "the trace could not be written"
     return f"{text}\n\n{trace['text']}\n{written}"
 
 

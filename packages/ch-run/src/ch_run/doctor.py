@@ -8,7 +8,6 @@ editable install.
 import argparse
 import importlib.util
 import json
-import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from commhooks import (
     CommHooksError,
     HookSpec,
     Node,
+    Progress,
     block,
     editable_roots,
     entries,
@@ -109,10 +109,10 @@ def _hooks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         elif not arguments.no_smoke:
             tried.append(row)
             nodes.append(node)
-    for row, why in zip(tried, smoke.problems(nodes, arguments.timeout), strict=True):
-        row.update(status="failed" if why else "ok", why=why)
-        if sys.stderr.isatty():
-            print(f"\r{row['id']:<40}", end="", file=sys.stderr, flush=True)
+    with Progress("doctor", len(tried)) as tell:
+        for row, why in zip(tried, smoke.problems(nodes, arguments.timeout), strict=True):
+            row.update(status="failed" if why else "ok", why=why)
+            tell(f"tried {row['id']}")
     return rows
 
 

@@ -9,8 +9,8 @@ import torch
 
 from ch_core import log
 from ch_run.saved_states import HookKept, Kept, LoneKept, StateFolder
-from ch_trace import Trace
-from commhooks import CommHook, start_line
+from ch_trace import Trace, Traced
+from commhooks import CommHook, Live, start_line
 
 
 class KeptModel(ABC):
@@ -53,6 +53,7 @@ class FoundModel(KeptModel):
 
     Attributes:
         trace: records the model with `--trace`, or None.
+        live: prints lines with `--report live`, or None.
         written: file of the trace, once it is written.
         row: the model's part of the report once the model is gone.
     """
@@ -60,6 +61,7 @@ class FoundModel(KeptModel):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.trace: Trace | None = None
+        self.live: Live | None = None
         self.written: Path | None = None
         self.row: dict[str, Any] | None = None
 
@@ -82,11 +84,21 @@ class FoundModel(KeptModel):
         """Return the sentence for the start of the training: what trains the model, its bytes and its state."""
 
     @abstractmethod
-    def begin_trace(self, path: str) -> Trace:
+    def source(self) -> Traced:
+        """Return the handle or the outer optimizer, whose engines a trace records and live lines tell of."""
+
+    def begin_trace(self, path: str) -> None:
         """Start a trace. All ranks make this call at the same place."""
+        self.trace = Trace(self.source(), path)
+
+    def begin_live(self, every: str) -> None:
+        """Start to print lines."""
+        self.live = Live(self.source().trace_source(), every)
 
     def end_trace(self) -> None:
-        """Write the trace. A failure must not hide the end, or the error, of the script."""
+        """Print the last line, and write the trace. A failure must not hide the end, or the error, of the script."""
+        if self.live is not None:
+            self.live.close()
         if self.trace is not None:
             try:
                 self.written = self.trace.close(together=False)
@@ -107,7 +119,7 @@ class FoundModel(KeptModel):
         """Write the last state and the trace, store the report, and release the parameters."""
         super().drop()
         self.end_trace()
-        self.row, self.trace = self.report(), None
+        self.row, self.trace, self.live = self.report(), None, None
 
 
 class HookedModel(FoundModel):
@@ -125,9 +137,9 @@ class HookedModel(FoundModel):
         assert self.handle is not None  # noqa: S101
         return start_line(self.handle, model, self.state.resumed if self.state is not None else "")
 
-    def begin_trace(self, path: str) -> Trace:
+    def source(self) -> Traced:
         assert self.handle is not None  # noqa: S101
-        return Trace(self.handle, path)
+        return self.handle
 
     def kept(self) -> Kept:
         assert self.handle is not None  # noqa: S101

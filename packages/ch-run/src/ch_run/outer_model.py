@@ -16,7 +16,7 @@ from ch_run.outer_protocol import Outer
 from ch_run.outer_state import OuterKept
 from ch_run.own_messages import OwnMessages, own_messages
 from ch_run.saved_states import Kept, watch_saves
-from ch_trace import Trace
+from ch_trace import Traced
 from commhooks import (
     REGISTRY,
     HookConfigError,
@@ -88,8 +88,8 @@ class OuterModel(FoundModel):
         found = {"outer": self.expression, "steps": self.outer.count, "stats": self.outer.stats()}
         return {**found, **self.outer.report()}
 
-    def begin_trace(self, path: str) -> Trace:
-        return Trace(self.outer, path)
+    def source(self) -> Traced:
+        return self.outer
 
     def kept(self) -> Kept:
         model = self._model()

@@ -32,7 +32,7 @@ class Settings:
     hook: str = _option("", "EXPR", "hook expression, e.g. 'powersgd(rank=4)'")
     outer: str = _option("", "EXPR", "outer optimizer instead, e.g. 'diloco(every=30)'")
     gather: str = _option("", "EXPR", "hook on FSDP2's weight gathers, e.g. 'quant8'")
-    report: str = _option("", "FILE", "write the report there, as JSON")
+    report: str = _option("", "FILE", "write the report there, as JSON; or live, live=100, live=30s")
     state: str = _option("", "DIR", "write the hook's state there; resume it")
     state_every: int = _option(1, "N", "optimizer steps between two snapshots of the state (1)")
     module_pattern: str = _option("*", "GLOB", "class names of the models that get the hook (*)")
@@ -98,7 +98,7 @@ class Settings:
                 declares in its code alone.
         """
         from ch_core import Link  # imports no torch
-        from commhooks import REGISTRY  # loads pluggy and every plugin module
+        from commhooks import REGISTRY, interval  # loads pluggy and every plugin module
 
         if self.hook and self.outer:
             raise HookConfigError(
@@ -119,6 +119,8 @@ class Settings:
             )
         if self.link:
             Link.parse(self.link)
+        if self.live:
+            interval(self.live)
         if self.outer:
             REGISTRY.outer(self.outer, declared_only=True)
         elif self.hook:
@@ -139,7 +141,11 @@ class Settings:
 
         rank = os.environ.get("RANK", "0")
         for option, path, folder in (
-            ("--report", self.report if rank == "0" else "", False),  # rank 0 writes it, and its disk may be another
+            (
+                "--report",
+                self.report if rank == "0" and not self.live else "",
+                False,
+            ),  # rank 0 writes it, and its disk may be another
             ("--state", self.state, True),
             ("--trace", self.trace, True),
         ):
@@ -148,6 +154,12 @@ class Settings:
                 raise HookConfigError(
                     f"{option} {path} cannot be written ({problem}): give a path where this user may write, on a disk with room"
                 )
+
+    @property
+    def live(self) -> str:
+        """Interval of live lines, if the report is ``live`` instead of a file; otherwise empty."""
+        word, _, every = self.report.partition("=")
+        return (every or "10s") if word == "live" else ""
 
     @property
     def expression(self) -> str:

@@ -31,10 +31,12 @@ def problems(nodes: Sequence[Node], timeout: float) -> Iterator[str]:
     """
     rest = list(nodes)
     while rest:
+        tried = 0
         with tempfile.TemporaryFile("w+") as errors:  # a child that writes much would block on a pipe
-            answers = list(_one_child(rest, timeout, errors))
-        yield from answers
-        rest = rest[len(answers) :]
+            for answer in _one_child(rest, timeout, errors):
+                tried += 1
+                yield answer
+        rest = rest[tried:]
 
 
 def _one_child(nodes: Sequence[Node], timeout: float, errors: IO[str]) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Merges the parts of all ranks into one file in the Trace Event Format, which Perfetto and Chrome open.
 
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Each rank is a process. Its threads
-are the model, and for every engine the hook, the steps, and as many lanes as messages travel at once.
+are the model, the part of the critical path on this rank, and for every engine the hook, the steps, and as many lanes as
+messages travel at once.
 """
 
 import json
@@ -11,13 +12,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ch_trace.critical_path import critical_path
 from ch_trace.rank_part import EnginePart, Moments, Part, Timeline
 from ch_trace.recording import Message
 from ch_trace.summary import summarize
 from commhooks import write_whole
 
 Event = dict[str, Any]
-_MODEL, _ENGINE = 1, 100  # thread numbers: the model, and the first thread of the first engine
+_MODEL, _PATH, _ENGINE = 1, 2, 100  # thread numbers: the model, the critical path, the first thread of the first engine
 _HOOK, _STEPS, _LANES = 0, 1, 2  # threads of an engine, after its first
 
 
@@ -49,6 +51,7 @@ def trace_events(line: Timeline) -> dict[str, Any]:
     events: list[Event] = []
     for rank, part in line.parts.items():
         events += _Process(line, rank, part).events()
+    events += _path(line)
     first = min((event["ts"] for event in events if "ts" in event), default=0.0)
     for event in events:
         if "ts" in event:  # in nanoseconds so far, which a float holds for months
@@ -71,6 +74,26 @@ def trace_events(line: Timeline) -> dict[str, Any]:
             "summary": summarize(line).to_dict(),
         },
     }
+
+
+def _path(line: Timeline) -> list[Event]:
+    """Return the pieces of the critical path as slices of their ranks."""
+    pieces = critical_path(line)
+    found = [
+        _meta(what, rank, _PATH, **args)
+        for rank in sorted({piece.rank for piece in pieces})
+        for what, args in (("thread_name", {"name": "critical path"}), ("thread_sort_index", {"sort_index": _PATH}))
+    ]
+    for piece in pieces:
+        name = f"{piece.kind} {piece.bucket}".strip()
+        made: Event = {"name": name, "cat": "critical", "ph": "X", "pid": piece.rank, "tid": _PATH}
+        begun, ended = piece.begun * 1e9, piece.ended * 1e9
+        found.append({**made, "ts": begun, "dur": ended - begun, "args": {"kind": piece.kind}})
+    return found
+
+
+def _meta(what: str, rank: int, thread: int, /, **args: object) -> Event:
+    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": args}
 
 
 class _Process:
@@ -169,4 +192,4 @@ class _Process:
         ]
 
     def _meta(self, what: str, thread: int, /, **args: object) -> Event:
-        return {"name": what, "ph": "M", "pid": self.rank, "tid": thread, "args": args}
+        return _meta(what, self.rank, thread, **args)

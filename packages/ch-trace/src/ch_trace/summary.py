@@ -1,18 +1,22 @@
-"""Figures of a trace: the share of messages that the backward hides, and the exposed time of each bucket."""
+"""Figures of a trace: the share of messages that the backward hides, the critical path, and the times of each bucket."""
 
 import textwrap
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
 from ch_core import wrapped
+from ch_trace.critical_path import BACKWARD, HOOK, KINDS, LINK, critical_path, waited_for
 from ch_trace.rank_part import EnginePart, Part, Timeline
-from commhooks import patterns, size
+from commhooks import duration, patterns, size
 
-COLUMNS = 80
+WIDTH = 80
+COLUMNS = ("sent", "encode", "wire", "decode", "exposed", "critical")
+IGNORED = 0.05  # of the critical path: less than that is worth no change
+SHORT_BYTES = 32_000  # a message of fewer bytes travels as long as an empty one on most links between machines
 BELOW = 2  # lines of parameters below a bucket
 
 Interval = tuple[float, float]
@@ -32,6 +36,7 @@ class BucketRow:
             several buckets count for each by its share of the bytes.
         decode: time of the reduction after its last request.
         exposed: time that the thread of the backward waited for its messages.
+        critical: time of its messages and of its code on the critical path.
     """
 
     axis: str
@@ -42,11 +47,7 @@ class BucketRow:
     wire: float
     decode: float
     exposed: float
-
-    @property
-    def cost(self) -> float:
-        """Seconds per step by which this bucket delays the backward."""
-        return self.encode + self.decode + self.exposed
+    critical: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,14 @@ class Summary:
         exposed: time by which the hook delays the thread of the backward: all columns of the buckets, and the status.
         waiting: part of ``exposed`` that is waiting, including the status.
         clock_error: largest error of an aligned clock in seconds; ``None`` if a rank could not be aligned.
-        late_rank: rank whose messages start last on average, if that is known.
-        late: seconds by which its messages start after the first rank's.
+        late_rank: rank for which the others wait longest until it starts its messages, if that is known.
+        late: seconds in which another rank waits for that.
         dropped: events that the limit has dropped.
         buckets: rows by axis and label.
         during: the work that hides messages, ``"backward"`` or ``"inner steps"``. ``backward`` and ``hidden`` are about it.
+        critical: time of each kind of work on the critical path, see :data:`ch_trace.critical_path.KINDS`. Empty if the ends
+            of messages are unknown.
+        advice: one sentence that says what to change.
     """
 
     hook: str
@@ -88,15 +92,17 @@ class Summary:
     dropped: int
     buckets: tuple[BucketRow, ...]
     during: str = "backward"
-
-    @property
-    def first(self) -> BucketRow | None:
-        """The bucket to look at first, which delays the backward most."""
-        return max(self.buckets, key=lambda row: row.cost, default=None)
+    critical: Mapping[str, float] = field(default_factory=dict)
+    advice: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {**asdict(self), "ranks": list(self.ranks), "buckets": [asdict(row) for row in self.buckets]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Summary":
+        """Return the summary of :meth:`to_dict`."""
+        return cls(**{**data, "ranks": tuple(data["ranks"]), "buckets": tuple(BucketRow(**r) for r in data["buckets"])})
 
     def __str__(self) -> str:
         return _text(self)
@@ -123,12 +129,20 @@ def summarize(parts: Iterable[Part] | Timeline) -> Summary:
             for step, one in _steps(line, rank, engine, steps).items():
                 merged.setdefault(step, _StepFigures()).add(one)
         whole += merged.values()
+    path = _Path.of(line)
     table = tuple(
-        BucketRow(axis, label, names[axis, label], *(value / max(counts[axis], 1) for value in sums))
+        BucketRow(
+            *(axis, label, names[axis, label]),
+            *[*(value / max(counts[axis], 1) for value in sums), path.buckets.get(f"{axis} {label}".strip(), 0.0)],
+        )
         for (axis, label), sums in sorted(rows.items(), key=lambda item: (item[0][0], _order(item[0][1])))
     )
     wire = sum(one.wire for one in whole)
-    late_rank, late = _late(line)
+    late_rank, late = _late(line, len(whole) // len(line.parts))
+    during = next((engine.during for part in line.parts.values() for engine in part.engines), "backward")
+    bound = line.bound
+    # Clocks may be wrong by the bound, so a smaller delay is no finding.
+    delay = (late_rank, late) if late_rank is not None and late > 2 * (bound or 0.0) else None
     return Summary(
         next(iter(line.parts.values())).hook,
         tuple(line.parts),
@@ -140,12 +154,14 @@ def summarize(parts: Iterable[Part] | Timeline) -> Summary:
         sum(one.hidden for one in whole) / wire if wire > 0 and all(one.known for one in whole) else None,
         _mean(one.exposed for one in whole),
         _mean(one.waiting for one in whole),
-        line.bound,
+        bound,
         late_rank,
         late,
         dropped,
         table,
-        next((engine.during for part in line.parts.values() for engine in part.engines), "backward"),
+        during,
+        path.kinds,
+        _advice(path, table, delay, during),
     )
 
 
@@ -167,6 +183,49 @@ class _StepFigures:
         self.exposed += other.exposed
         self.waiting += other.waiting
         self.known &= other.known
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """The critical path, in seconds per step.
+
+    Attributes:
+        kinds: time of each kind. Empty if the path is unknown.
+        buckets: time of the messages and of the code of each bucket, by axis and label.
+        message_bytes: mean bytes that a rank sends for a message of the path.
+        unknown: sentence that says why the path is unknown; otherwise empty.
+    """
+
+    kinds: Mapping[str, float] = field(default_factory=dict)
+    buckets: Mapping[str, float] = field(default_factory=dict)
+    message_bytes: float = 0.0
+    unknown: str = ""
+
+    @classmethod
+    def of(cls, line: Timeline) -> "_Path":
+        pieces, edges = critical_path(line), _edges(line)
+        if not edges:
+            return cls(unknown="No step was recorded, so there is no critical path.")
+        steps = len(edges) - 1
+        inside = [piece for piece in pieces if piece.ended > edges[0] and piece.begun < edges[-1]]
+        if not inside:
+            return cls(
+                unknown="The host does not learn when messages end, so the critical path is unknown. Use torch.profiler."
+            )
+        kinds, buckets = dict.fromkeys(KINDS, 0.0), dict[str, float]()
+        for piece in inside:
+            seconds = (min(piece.ended, edges[-1]) - max(piece.begun, edges[0])) / steps
+            kinds[piece.kind] += seconds
+            if piece.bucket:
+                buckets[piece.bucket] = buckets.get(piece.bucket, 0.0) + seconds
+        return cls(kinds, buckets, _mean(piece.sent_bytes for piece in inside if piece.kind == LINK))
+
+
+def _edges(line: Timeline) -> list[float]:
+    """Return the ends of the lowest rank's steps, in seconds of its clock. If there is one step, also its begin."""
+    engines = next(iter(line.parts.values())).engines
+    steps = sorted((s.begun, s.ended) for engine in engines[:1] for s in engine.spans if s.kind == "step")
+    return [*steps[0]] if len(steps) == 1 else [ended for _, ended in steps]
 
 
 def _whole_steps(engine: EnginePart) -> dict[int, Interval]:
@@ -233,21 +292,13 @@ def _shares(engine: EnginePart, labels: Sequence[str]) -> dict[str, float]:
     return {label: engine.buckets[label].gradient_bytes / total if total else 1.0 / len(labels) for label in labels}
 
 
-def _late(line: Timeline) -> tuple[int | None, float]:
-    """Return the rank whose messages start last on average, and by how much after the first rank's."""
-    delays: dict[int, list[float]] = {}
-    for part in line.parts.values():
-        for engine in part.engines:
-            for message in engine.messages:
-                known = line.starts(engine, message)
-                if len(known) > 1:
-                    first = min(known)[0]
-                    delays.setdefault(part.rank, []).extend(at - first for at, rank in known if rank == part.rank)
-    means = {rank: fmean(some) for rank, some in delays.items()}
-    if not means or line.bound is None:
+def _late(line: Timeline, steps: int) -> tuple[int | None, float]:
+    """Return the rank for which the others wait longest until it starts its messages, and the seconds in a step."""
+    waited = waited_for(line)
+    if not waited or line.bound is None:
         return None, 0.0
-    last = max(means, key=lambda rank: means[rank])
-    return last, means[last]
+    last = max(waited, key=lambda rank: waited[rank])
+    return last, waited[last] / max(len(line.parts) - 1, 1) / max(steps, 1)
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -344,29 +395,33 @@ def length(intervals: Iterable[Interval]) -> float:
 def _text(one: Summary) -> str:
     """Return lines of at most 80 characters. Parameters that do not fit behind their bucket stand below it."""
     ranks = f"{len(one.ranks)} of {one.expected} ranks" if len(one.ranks) < one.expected else f"{one.expected} ranks"
-    error = "clocks not aligned" if one.clock_error is None else f"clocks aligned to {_time(one.clock_error)}"
+    error = "clocks not aligned" if one.clock_error is None else f"clocks aligned to {duration(one.clock_error)}"
     lines = wrapped(f"trace of {one.hook}: {one.steps} steps on {ranks}, {error}").splitlines()
     if one.dropped:
         lines.append(f"the limit dropped the oldest {one.dropped} events")
     period = "a step" if one.during == "backward" else "a round"
     hidden = "unknown" if one.hidden is None else f"{one.hidden:.0%}"
     lines += [
-        f"{period:<12}{_time(one.step)}, of which {one.during} {_time(one.backward)}",
-        f"messages    {_time(one.wire)} on the wire; hidden behind the {one.during}: {hidden}",
-        f"exposed     {_time(one.exposed)} in the hook, {_time(one.waiting)} of them waiting",
-        "",
-        f"{'bucket':<12}{'sent':>11}{'encode':>11}{'wire':>11}{'decode':>11}{'exposed':>11}  parameters",
+        f"{period:<12}{duration(one.step)}, of which {one.during} {duration(one.backward)}",
+        f"messages    {duration(one.wire)} on the wire; hidden behind the {one.during}: {hidden}",
+        f"exposed     {duration(one.exposed)} in the hook, {duration(one.waiting)} of them waiting",
     ]
+    if one.critical:
+        total = sum(one.critical.values())
+        names = {**dict.fromkeys(KINDS), BACKWARD: one.during}
+        shares = (f"{names[kind] or kind} {one.critical[kind] / total:.0%}" for kind in KINDS)
+        lines.append(f"critical    {duration(total)} on average: {', '.join(shares)}")
+    lines += ["", f"{'bucket':<12}" + "".join(f"{name:>9}" for name in COLUMNS) + "  parameters"]
     for row in one.buckets:
-        cells = (size(row.sent_bytes), *(_time(x) for x in (row.encode, row.wire, row.decode, row.exposed)))
+        times = (row.encode, row.wire, row.decode, row.exposed, row.critical)
         name = f"{row.axis} {row.bucket}".strip()
-        line = f"{name:<12}" + "".join(f"{cell:>11}" for cell in cells)
-        if len(line) + 2 + len(row.parameters) <= COLUMNS:
+        line = f"{name:<12}" + "".join(f"{cell:>9}" for cell in (size(row.sent_bytes), *map(duration, times)))
+        if len(line) + 2 + len(row.parameters) <= WIDTH:
             lines.append(f"{line}  {row.parameters}")
         else:
             lines += [line, *_below(row.parameters)]
-    if one.first is not None:
-        lines += ["", *_advice(one, one.first)]
+    if one.advice:
+        lines += ["", *wrapped(one.advice).splitlines()]
     return "\n".join(lines)
 
 
@@ -378,7 +433,7 @@ def _below(parameters: str) -> list[str]:
     """
     return textwrap.wrap(
         parameters,
-        COLUMNS,
+        WIDTH,
         initial_indent="  ",
         subsequent_indent="  ",
         max_lines=BELOW,
@@ -387,24 +442,42 @@ def _below(parameters: str) -> list[str]:
     )
 
 
-def _advice(one: Summary, row: BucketRow) -> list[str]:
-    name = f"{row.axis} {row.bucket}".strip()
-    lines = [f"look first at bucket {name}: it delays training by {_time(row.cost)} in a step"]
-    if row.exposed >= row.encode + row.decode:
-        lines.append("  most of it is waiting for messages: fewer bytes, or an earlier start, help")
-    else:
-        lines.append("  most of it is computing: a cheaper hook would help")
-    if one.late_rank is not None and one.late > max(2 * (one.clock_error or 0.0), 0.05 * one.step):
-        lines.append(f"rank {one.late_rank} is late: its messages start {_time(one.late)} after the first rank's")
-    return lines
+def _advice(path: _Path, buckets: Sequence[BucketRow], late: tuple[int, float] | None, during: str = "backward") -> str:
+    """Return the sentence that says what to change, about the largest part of the critical path that can change.
 
-
-def _time(seconds: float) -> str:
-    """Return a time for people.
-
-    >>> _time(0.01234), _time(2.5), _time(42e-6)
-    ('12.3 ms', '2.50 s', '42 µs')
+    Args:
+        path: the critical path.
+        buckets: rows of the table.
+        late: a rank for which others wait until it starts its messages, and the seconds.
+        during: the work that hides the messages.
     """
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} µs"
+    if path.unknown:
+        return path.unknown
+    total, link, hook = sum(path.kinds.values()), path.kinds[LINK], path.kinds[HOOK]
+    delay = late[1] if late is not None else 0.0
+    first = max(buckets, key=lambda row: row.critical, default=None)
+    name = f"{first.axis} {first.bucket}".strip() if first is not None else ""
+    most = f"; bucket {name} has the most of it" if len(buckets) > 1 else ""
+
+    def share(seconds: float) -> str:
+        return f"{seconds / total:.0%} of the critical path, on average {duration(seconds)} in a step"
+
+    if max(link, hook, delay) < IGNORED * total:
+        return (
+            f"Leave the hook as it is: link and hook are {(link + hook) / total:.0%} of the critical path, and the rest is the "
+            "script's own work."
+        )
+    if late is not None and delay > max(link, hook):
+        return (
+            f"Look at rank {late[0]}: other ranks wait {duration(delay)} in a step until it starts its messages. Compare "
+            "its data loading, and the other programs on its machine."
+        )
+    if hook > link:
+        return f"Take a cheaper hook: its computation is {share(hook)}{most}."
+    if path.message_bytes < SHORT_BYTES:
+        return (
+            f"Send fewer messages: the link is {share(link)}, and a message has "
+            f"{size(path.message_bytes)}, so its time is the link's round trip. Take a hook with fewer rounds, and tell attach "
+            "the link."
+        )
+    return f"Send fewer bytes, or start the messages earlier in the {during}: the link is {share(link)}{most}."

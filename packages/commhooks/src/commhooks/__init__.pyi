@@ -91,6 +91,8 @@ from commhooks.files import why_unwritable as why_unwritable
 from commhooks.files import write_whole as write_whole
 from commhooks.handle import CommHook as CommHook
 from commhooks.handle import TraceSource as TraceSource
+from commhooks.progress import Progress as Progress
+from commhooks.progress import interval as interval
 from commhooks.registry.build import as_hook as as_hook
 from commhooks.registry.build import build as build
 from commhooks.registry.discovery import GROUP as GROUP
@@ -115,10 +117,12 @@ from commhooks.registry.registry import class_names as class_names
 from commhooks.registry.spec import HookSpec as HookSpec
 from commhooks.registry.spec import Needs as Needs
 from commhooks.registry.spec import PluginFailure as PluginFailure
+from commhooks.report.live import Live as Live
 from commhooks.report.plan_table import PlanRow as PlanRow
 from commhooks.report.plan_table import node_bytes as node_bytes
 from commhooks.report.plan_table import patterns as patterns
 from commhooks.report.report import Report as Report
 from commhooks.report.report import ReportRow as ReportRow
 from commhooks.report.text import as_text as as_text
+from commhooks.report.text import duration as duration
 from commhooks.report.text import size as size

@@ -4,6 +4,7 @@ One class serves every kind of model. The differences between DDP, FSDP and a ma
 :class:`~commhooks.Binding`.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from ch_core import (
 from commhooks.adapters.base import Binding
 from commhooks.checkpoint.save_load import fit_to, load_state_dict, state_dict
 from commhooks.registry.expression import Node, option_lines, unparse
+from commhooks.report.live import Live
 from commhooks.report.plan_table import PlanRow, plan_rows
 from commhooks.report.report import Report, cautions, report
 
@@ -97,6 +99,7 @@ class CommHook:
         self.rank_check: RankCheck | None = None  # set by attach(check_ranks_every=)
         self._binding: Binding | None = None
         self._calls_seen = 0
+        self._bound_at = 0.0
         self._last: dict[str, float] | None = None  # statistics at detach
 
     @property
@@ -152,7 +155,7 @@ class CommHook:
         except Exception:
             binding.close()  # otherwise the model could neither train nor be attached to
             raise
-        self._binding = binding
+        self._binding, self._bound_at = binding, time.perf_counter()
         self._calls_seen = binding.calls
 
     def _fit(self, state: HookState, binding: Binding) -> None:
@@ -237,7 +240,24 @@ class CommHook:
             plain ('bias',) 256 1.0 1-D
             >>> dist.destroy_process_group()
         """
-        return report(self.expr, self._bound(), self.plan(), self.reduction, self.rank_check)
+        binding, passed = self._bound(), time.perf_counter() - self._bound_at
+        return report(self.expr, binding, self.plan(), self.reduction, self.rank_check, passed)
+
+    def live(self, every: int | str = "10s") -> Live:
+        """Print a line about the hook while it trains, on rank 0, until the result is closed or the handle is detached.
+
+        The line has the time of a step, bytes, ratio, wait and error. It stands above the bars of tqdm, and as one line in a
+        log file.
+
+        Args:
+            every: steps, or seconds as in `"10s"`.
+
+        Raises:
+            AttachError: not attached.
+            HookConfigError: `every` is neither.
+            HookNotSupportedError: a foreign hook, whose messages are unknown.
+        """
+        return Live(self.trace_source(), every)
 
     def trace_source(self) -> TraceSource:
         """Return what a trace records of this hook.
@@ -249,7 +269,8 @@ class CommHook:
         binding = self._bound()
         if not binding.engines:
             raise HookNotSupportedError(
-                f"{self.expr} is a foreign hook, which cannot be traced: its messages are unknown. Trace a hook by name"
+                f"{self.expr} is a foreign hook, whose messages are unknown, so it has neither a trace nor live lines. Use a "
+                "hook by name"
             )
         groups = [group for group in (binding.group, *binding.other_axes) if group is not None]
         timeout = self.agreement_timeout or 60.0

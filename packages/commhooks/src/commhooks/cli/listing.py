@@ -79,7 +79,7 @@ def by_use(specs: list[HookSpec]) -> list[tuple[str, list[HookSpec]]]:
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Print the hooks, and the failed plugins that may have provided others.
+    """Print the hooks, those that cannot be loaded with a mark, and the failed plugins that may have provided others.
 
     Returns:
         1 if no hook matches or a plugin failed, else 0.
@@ -90,7 +90,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     status = 1 if failures or not specs else 0
     if arguments.json:
         found = {
-            "hooks": [as_dict(spec) for spec in specs],
+            "hooks": [{**as_dict(spec), "unusable": spec.unusable()} for spec in specs],
             "failures": [asdict(f) for f in failures],
             "skipped": skipped,
         }
@@ -99,6 +99,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     if not specs:
         kind = f" of kind {arguments.kind}" if arguments.kind else ""
         print(f"no hook{kind} matches {arguments.word!r}; commhooks list shows all")
+    unusable = {spec.id: reasons for spec in specs if (reasons := spec.unusable())}
     names = max((len(spec.name) for spec in specs), default=0)
     providers = max((len(spec.provider) for spec in specs), default=0)
     indent = min(2 + names + 2 + providers + 2, width() // 2)  # one column of summaries for all groups
@@ -106,8 +107,8 @@ def run_list(arguments: argparse.Namespace) -> int:
         print(heading)
         for spec in some:
             also = f" (also {', '.join(spec.aliases)})" if spec.aliases else ""
-            star = "*" if spec.recommended else " "
-            row = f"{star} {spec.name:<{names}}  {spec.provider:<{providers}}  {spec.summary}{also}"
+            mark = "!" if spec.id in unusable else "*" if spec.recommended else " "
+            row = f"{mark} {spec.name:<{names}}  {spec.provider:<{providers}}  {spec.summary}{also}"
             print(hanging(row, indent))
         print()
     if any(spec.recommended for spec in specs):
@@ -116,6 +117,8 @@ def run_list(arguments: argparse.Namespace) -> int:
             "loss."
         )
         print(hanging(closing, 0))
+    for hook, reasons in unusable.items():
+        print(hanging(f"! {hook} cannot be used here: {'; '.join(reasons)}", 2))
     for failure in failures:
         print(plain(f"failed {failure}"))  # not broken into lines, because users paste it into issues
     for dist in skipped:

@@ -5,7 +5,8 @@ import re
 import shutil
 import textwrap
 
-PIPE = 160  # columns of a file or a pipe
+PIPE = 80  # columns of a file or a pipe, because users read both in a terminal
+MOST_LINES = 12  # of an error
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -16,6 +17,21 @@ def plain(text: str) -> str:
     ('red text', 'two\nlines')
     """
     return _CONTROL.sub("", text)
+
+
+def shortened(text: str, most: int = MOST_LINES) -> str:
+    r"""Return the begin of an error of more than some lines of 80 columns. A plugin's exception may have hundreds.
+
+    >>> print(shortened("a\nb\nc\nd", 3))
+    a
+    b
+    ... (2 more lines; --json shows all)
+    """
+    lines, room = text.splitlines(), 80 * most
+    if len(lines) > most:
+        lines = [*lines[: most - 1], f"... ({len(lines) - most + 1} more lines; --json shows all)"]
+    text = "\n".join(lines)
+    return text if len(text) <= room else f"{text[:room]} ... ({len(text) - room} more characters; --json shows all)"
 
 
 def width() -> int:

@@ -16,7 +16,7 @@ HOOKS = {
 }
 """Names and aliases of hooks, by package."""
 
-COMMANDS = {"ch-bench": "advise bench", "ch-run": "doctor run"}
+COMMANDS = {"ch-bench": "advise bench", "ch-run": "doctor run", "ch-trace": "trace"}
 """Commands of `python -m commhooks`, by package."""
 
 ADAPTERS = {
@@ -29,7 +29,7 @@ ADAPTERS = {
 }
 """Classes of models and managers that have an adapter, by package."""
 
-PACKAGES = sorted({*HOOKS, *COMMANDS, *ADAPTERS, "ch-core", "ch-trace"})
+PACKAGES = sorted({*HOOKS, *COMMANDS, *ADAPTERS, "ch-core"})
 """Distributions of this project."""
 
 

@@ -8,8 +8,10 @@ import argparse
 import importlib.util
 import keyword
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 
 from ch_core import HookConfigError
 from commhooks.registry.distributions import version
@@ -241,9 +243,44 @@ class HookSpec:
         options = (self.options or {}).items()
         return self.capabilities.union(*(o.brings for name, o in options if config.get(name, o.default) not in o.off))
 
+    def unusable(self) -> list[str]:
+        """Return one sentence for each reason why the hook cannot be loaded here. Imports none of its code.
+
+        Example:
+            >>> HookSpec("mine", "reduction", "acme_missing.mine:Mine", "an example").unusable()
+            ["its code 'acme_missing.mine:Mine' is not installed: there is no module acme_missing"]
+        """
+        targets = filter(None, (self.target, self.hook, self.state))
+        lost = [(target, module) for target in targets if (module := missing_module(target))]
+        found = [f"its code {target!r} is not installed: there is no module {module}" for target, module in lost]
+        return found + self.needs.unmet(self.name, {})
+
     def sort_key(self) -> tuple[str, str, str]:
         """Return the key of lists, which is the same on every rank: kind, name, provider."""
         return self.kind, self.name, self.provider
+
+
+def missing_module(target: str) -> str:
+    """Return the first module in the path of a target `"module:attribute"` that cannot be found, or an empty string.
+
+    It imports nothing, so a module that fails while it is imported counts as found.
+
+    Example:
+        >>> missing_module("json.decoder:JSONDecoder"), missing_module("json.no.such:thing")
+        ('', 'json.no')
+    """
+    top, *inside = target.partition(":")[0].split(".")
+    found = sys.modules[top].__spec__ if top in sys.modules else importlib.util.find_spec(top)
+    if found is None and top not in sys.modules:
+        return top
+    for name in inside:
+        if found is None or found.submodule_search_locations is None:  # a module that makes its own attributes
+            return ""
+        top = f"{top}.{name}"
+        found = PathFinder.find_spec(top, found.submodule_search_locations)
+        if found is None and top not in sys.modules:
+            return top
+    return ""
 
 
 def _one_of(name: str, field: str, value: str, legal: "tuple[str, ...] | list[str]") -> None:

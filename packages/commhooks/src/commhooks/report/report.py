@@ -69,6 +69,7 @@ class Report:
         node: planned bytes of this rank's node in a step; None without a hook of two levels, which knows the nodes.
         rank_checks: sentence on the comparisons of parameters across ranks; empty if they are off.
         link: between ranks that are far apart; empty if they are near.
+        seconds: since the hook was attached.
     """
 
     hook: str
@@ -81,6 +82,7 @@ class Report:
     node: NodeBytes | None = None
     rank_checks: str = ""
     link: str = ""
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         return as_text(self.to_dict())
@@ -103,11 +105,17 @@ class Report:
             "node": self.node._asdict() if self.node is not None else None,
             "rank_checks": self.rank_checks,
             "link": self.link,
+            "seconds": self.seconds,
         }
 
 
 def report(
-    hook: str, binding: Binding, rows: Sequence[PlanRow], reduction: Reduction | None, check: RankCheck | None = None
+    hook: str,
+    binding: Binding,
+    rows: Sequence[PlanRow],
+    reduction: Reduction | None,
+    check: RankCheck | None = None,
+    seconds: float = 0.0,
 ) -> Report:
     """Return the report of an attached hook.
 
@@ -117,13 +125,14 @@ def report(
         rows: `handle.plan()`.
         reduction: that runs; None for a foreign hook, because its bytes are unknown.
         check: comparison of parameters across ranks, if it is on.
+        seconds: since the hook was attached.
     """
     engine, stats = binding.engine, binding.stats()
     drift = () if check is None or check.drift is None else (f"ranks have drifted apart. {check.drift}",)
     checks = "" if check is None else _checks(check)
     if engine is None or reduction is None:
         made = tuple(_foreign(binding.layouts, group) for group in grouped(rows))
-        return Report(hook, 0, 0, stats, made, _total(made, None, None), drift, None, checks)
+        return Report(hook, 0, 0, stats, made, _total(made, None, None), drift, None, checks, seconds=seconds)
     layouts = engine.step.layouts or binding.layouts
     held = residual_norms(engine)
     made = tuple(_row(engine, layouts, group, held) for group in grouped(rows))
@@ -132,7 +141,7 @@ def report(
     warnings = (*drift, *_warnings(hook, binding, engine, stats))
     rank, node = engine.transport.rank, _node(engine, layouts)
     link = str(engine.transport.link or "")
-    return Report(hook, rank, world, stats, made, total, warnings, node, checks, link)
+    return Report(hook, rank, world, stats, made, total, warnings, node, checks, link, seconds)
 
 
 def _node(engine: Engine, layouts: Sequence[BucketLayout]) -> NodeBytes | None:

@@ -74,11 +74,38 @@ def size(count: float | None) -> str:
     return f"{count:.0f} B"
 
 
-def _legends(report: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the meaning of the columns, if the hook sends anything."""
-    if report["total"]["ratio"] is None:
-        return ()
-    return SENT, RATIO_OF_NODES if report.get("node") else RATIO
+def duration(seconds: float) -> str:
+    """Return a time for people.
+
+    >>> duration(0.01234), duration(2.5), duration(42e-6)
+    ('12.3 ms', '2.50 s', '42 µs')
+    """
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} µs"
+
+
+def _legends(report: Mapping[str, Any]) -> list[str]:
+    """Return the meaning of the columns, if the hook sends anything, and the reasons for unknown figures."""
+    found = []
+    if report["total"]["ratio"] is not None:
+        found += [SENT, RATIO_OF_NODES if report.get("node") else RATIO]
+    rows = [*report["groups"], report["total"]]
+    for column, key in (("sent", "wire_bytes"), ("ratio", "ratio"), ("residual", "residual_norm")):
+        if any(row[key] is None for row in rows):
+            found.append(f"{column} –: {_UNKNOWN[key]}")
+    if any(row["relative_error"] is None and row["residual_norm"] is not None for row in rows):
+        found.append(f"error –: {_UNKNOWN['relative_error']}")
+    return found
+
+
+_UNKNOWN = {
+    "wire_bytes": "a foreign hook, whose messages are unknown",
+    "ratio": "nothing is sent",
+    "residual_norm": "no residual, because these parameters are sent whole, or their hook keeps none; so no error is known",
+    "relative_error": "the gradient of the last step is gone or zero, so the share that was not sent is unknown",
+}
+"""Reasons for a "–" in the table, by the figure that is unknown."""
 
 
 def _weights(stats: Mapping[str, float]) -> str:
@@ -100,11 +127,13 @@ def _title(report: Mapping[str, Any]) -> str:
         return f"{report['hook']}: a foreign hook, called {stats.get('calls', 0):.0f} times; its bytes are unknown"
     alone = report["world_size"] == 1
     far = f" on a link of {report['link']}" if report.get("link") else ""
+    passed = report["seconds"]
+    of_run = f" ({stats['hook_seconds'] / passed:.0%} of the {duration(passed)} since attach)" if passed else ""
     sent = "0 B on the wire, because there is one rank" if alone else f"{size(stats['wire_bytes'])} sent"
     return (
         f"{report['hook']} on rank {report['rank']} of {report['world_size']}{far}: {stats['steps']:.0f} steps, "
         f"{stats['compressed_steps']:.0f} of them compressed; {sent}; in the "
-        f"hook {stats['hook_seconds']:.2f} s, {stats['wait_seconds']:.2f} s of them waiting"
+        f"hook {stats['hook_seconds']:.2f} s{of_run}, {stats['wait_seconds']:.2f} s of them waiting"
     )
 
 
