@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from ch_bench.advise.network import Curve, Message, Network
+from ch_bench.advise.network import Curve, Message, Network, pair_link
 from ch_bench.advise.predict import Prediction, recommend
 from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
-from ch_bench.advise.workload import WRAPPER, Workload
+from ch_bench.advise.workload import WRAPPER, Workload, made_by
+from ch_bench.links import netns
+from ch_bench.links.link import Link
 from ch_core import Engine
+from ch_testing import spawn
 from commhooks import Bucket, HookConfigError, Reduction, Topology, create, get, list_hooks
 
 BENCH = Path(__file__).resolve().parents[2] / "plugins" / "ch-bench"  # its programs are not installed
 SECOND = 1e6  # bytes
+LINK = Link.parse("100mbit,20ms")
 CURVE = Curve((0.0, SECOND, 2 * SECOND), (0.5, 1.5, 2.5), (0.0, 0.0, 0.0))  # half a second, and one for a megabyte
 
 
@@ -49,6 +53,25 @@ def test_a_module_that_returns_no_loss_gets_a_wrapper():
     assert names["WithLoss"](torch.nn.Linear(3, 2))(torch.ones(1, 3), torch.zeros(1, dtype=torch.long)).dim() == 0
 
 
+def test_a_loss_behind_the_batch_needs_no_wrapper():
+    layers, x, y = torch.nn.Linear(3, 2), torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
+    made = made_by("mine:make", (layers, (x, y), torch.nn.functional.cross_entropy, torch.optim.SGD))
+    assert made.loss is torch.nn.functional.cross_entropy and made.optimizer is torch.optim.SGD
+    assert made_by("mine:make", (layers, x, torch.optim.SGD)) == (layers, (x,), None, torch.optim.SGD)
+    before = [p.clone() for p in layers.parameters()]
+    optimizer = made.optimizer(layers.parameters(), lr=1.0)
+    Workload(made.module, made.batch, optimizer, torch.device("cpu"), made.loss).step()
+    torch.nn.functional.cross_entropy(layers(x), y).backward()
+    assert all(not torch.equal(p, old) for p, old in zip(layers.parameters(), before, strict=True))
+    for wrong in (
+        (layers, x, torch.nn.MSELoss()),
+        (layers, (x, y), torch.nn.MSELoss(), torch.nn.MSELoss()),
+        (layers, x, 3),
+    ):
+        with pytest.raises(HookConfigError, match="return"):
+            made_by("mine:make", wrong)
+
+
 def test_a_single_message_takes_the_measured_time():
     assert ends(*posts(1.0), wait(0)) == pytest.approx(1.5)
     assert ends(*posts(5.0), wait(0)) == pytest.approx(5.5)  # beyond the largest size that was tried
@@ -68,6 +91,49 @@ def test_messages_share_the_network(together, end):
     both = posts(1.0, 1.0)
     assert ends(*both, wait(1), together=together) == pytest.approx(end)
     assert ends(*both, wait(1), wait(0), together=together) == pytest.approx(end)  # at the same time, or before
+
+
+def test_far_ranks_wait_for_the_latency_once():
+    assert ends(*posts(1.0, 1.0, 1.0), wait(0), wait(1), wait(2), lanes=1) == pytest.approx(3.5)
+
+
+def pair_body(rank: int, world: int) -> tuple[float, float]:
+    found = pair_link(torch.distributed.group.WORLD, torch.device("cpu"))
+    assert found is not None
+    return found.rate, found.round_trip
+
+
+@pytest.mark.gloo
+def test_the_ranks_agree_on_the_link_between_two_of_them():
+    first, *others = spawn(pair_body, 3)
+    assert all(one == first for one in others) and min(first) > 0
+
+
+@pytest.mark.full
+@pytest.mark.gloo
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(bool(netns.why_not(LINK)), reason=netns.why_not(LINK) or "runs")
+def test_hooks_of_far_ranks_are_predicted_with_the_measured_link(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(MODEL)
+    command = [
+        sys.executable,
+        "-m",
+        "commhooks",
+        "advise",
+        "--model",
+        "mine:make",
+        "--seconds",
+        "10",
+        "--link",
+        LINK.text,
+    ]
+    run = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=280, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout[run.stdout.index("{") :])
+    assert 0.018 < found["network"]["pair"]["round_trip"] < 0.04
+    assert any("Every hook was attached with link='" in reason for reason in found["reasons"])
+    rows = {row["hook"]: row for row in found["predictions"]}
+    assert 0.009 < rows["quant8"]["waiting"] < 0.019  # half a round trip, and no second one for the status
 
 
 def test_other_messages_continue_while_one_is_in_flight():

@@ -402,7 +402,8 @@ def test_the_text_fits_80_columns() -> None:
         "expected": 2,
         "steps": 5,
         "buckets": rows,
-        "during": "backward",
+        "during": "inner steps",
+        "critical": {"link": 0.1, "hook": 0.1, "backward": 0.1, "forward": 0.1, "rest": 0.1},
         "dropped": 0,
         **times,
     }

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs.links import far
+from programs.links import far, predicted
 
 from ch_bench.links import netns
 from ch_bench.links.link import Link
@@ -41,3 +41,9 @@ def test_two_installations_take_turns_over_a_link() -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=140, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "| `quant4` | 4 |" in done.stdout or "not measured" in done.stdout  # on a machine too busy for the line
+
+
+def test_predictions_are_compared_with_the_record_of_two_ranks() -> None:
+    row = "| `quant4` | 4 | 75 (72–80) | 0.30 (0.29–0.32) |"
+    page = f"## 200mbit,80ms, 2 ranks\n\n{row}\n\n## 200mbit,80ms, 4 ranks\n\n{row.replace('75', '99')}\n"
+    assert predicted.measured(page) == {("200mbit,80ms", 4, "quant4"): 0.075}

@@ -410,7 +410,7 @@ def _text(one: Summary) -> str:
         total = sum(one.critical.values())
         names = {**dict.fromkeys(KINDS), BACKWARD: one.during}
         shares = (f"{names[kind] or kind} {one.critical[kind] / total:.0%}" for kind in KINDS)
-        lines.append(f"critical    {duration(total)} on average: {', '.join(shares)}")
+        lines.append(f"critical    {duration(total)}: {', '.join(shares)}")
     lines += ["", f"{'bucket':<12}" + "".join(f"{name:>9}" for name in COLUMNS) + "  parameters"]
     for row in one.buckets:
         times = (row.encode, row.wire, row.decode, row.exposed, row.critical)
@@ -477,7 +477,7 @@ def _advice(path: _Path, buckets: Sequence[BucketRow], late: tuple[int, float] |
     if path.message_bytes < SHORT_BYTES:
         return (
             f"Send fewer messages: the link is {share(link)}, and a message has "
-            f"{size(path.message_bytes)}, so its time is the link's round trip. Take a hook with fewer rounds, and tell attach "
-            "the link."
+            f"{size(path.message_bytes)}, so its time is the link's round trip. Take a hook with fewer rounds, or "
+            "attach(link=) if the ranks are far apart."
         )
     return f"Send fewer bytes, or start the messages earlier in the {during}: the link is {share(link)}{most}."

@@ -7,11 +7,13 @@ Start it on your machines as you start your training. Within a minute it times a
 messages that hooks send over your network, and the arithmetic of each hook on your model. Then it runs each hook on the
 real model with emulated messages and predicts the time of a step. It recommends a hook and changes nothing.
 
-`my_module:make` returns `(module, batch)`, where `module(*batch)` is the loss or a tensor whose mean replaces it, or
-`(module, batch, optimizer)` with `optimizer(parameters)`. With `python -m` the module may lie in the current folder. If the
-function has sharded the module with `fully_shard`, the steps are those of FSDP2, and 'quant8 / quant4' stands for a hook on
-weight gathers and one on gradients. Without a launcher, ranks are started on this machine. `--link` then connects them by a
-shaped network (needs root and iproute2).
+`my_module:make` returns `(module, batch)`, where `module(*batch)` is the loss or a tensor whose mean replaces it. For a
+module that returns predictions it returns `(module, (inputs, target), loss)`. A last part may be `optimizer(parameters)`.
+With `python -m` the module may lie in the current folder. If the function has sharded the module with `fully_shard`, the
+steps are those of FSDP2, and 'quant8 / quant4' stands for a hook on weight gathers and one on gradients. Without a launcher,
+ranks are started on this machine. `--link` then connects them by a shaped network (needs root and iproute2). With a launcher
+it says what the link should be, and `advise` warns if more arrives. If a round trip between two ranks takes 5 ms or more,
+every hook is attached with `link=`, as for ranks that are far apart.
 
 On several nodes of several ranks, `advise` also predicts the hooks inside `two_level`, and measures the link inside a node and
 the one between nodes. torchrun tells the nodes. `--nodes 2x4` starts two nodes of four ranks here; with `--link`
@@ -50,6 +52,7 @@ from ch_bench.help_text import HelpFormatter, without_trailing_spaces
 from ch_bench.links import netns
 from ch_bench.links.link import Link
 from ch_testing import WorkerError
+from commhooks import Progress
 
 PARTS = (
     "A step is the sum of waiting for messages, arithmetic of the hook, and the rest. The rest is the model's own work, which "
@@ -138,11 +141,11 @@ def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], pa
     if args["each"] is not None:  # as torchrun tells nodes
         os.environ.update(GROUP_RANK=str(rank // args["each"]), LOCAL_WORLD_SIZE=str(args["each"]))
     work = load(args["model"], device, args["bucket_cap_mb"])
-    console = Console(stderr=True)
-    with console.status("") if rank == 0 and console.is_terminal else nullcontext() as status:
-        tell = (lambda what: status.update(what)) if status is not None else (lambda what: None)
+    with Progress("advise") if rank == 0 else nullcontext() as progress:
+        tell = progress if progress is not None else (lambda what: None)
         hooks = args["hooks"] or (list(SHARDED_HOOKS) if work.sharded else leveled_hooks(work, list(HOOKS)))
-        advice = advise(work, hooks, seconds=args["seconds"], tell=tell, local=_local(world, args["link"]))
+        local, told = _local(world, args["link"]), args["shape"]
+        advice = advise(work, hooks, seconds=args["seconds"], tell=tell, local=local, told=told)
     if rank == 0:
         found = {"model": args["model"], "device": str(device), **as_dict(advice)}
         if path is None:
@@ -178,7 +181,9 @@ def network_dict(network: Network) -> dict[str, Any]:
             rate = 8 * sent / busy if busy > 0 else None
             row = {"collective": kind, "dtype": dtype, "scope": scope, "latency": curve.latency, "bits": rate}
             rows.append({**row, **asdict(curve)})
-    return {"together": network.together, "burst": network.burst, "spare": network.spare, "collectives": rows}
+    plain = ("together", "burst", "spare", "load")
+    pair = None if network.pair is None else {"bits": network.pair.rate, "round_trip": network.pair.round_trip}
+    return {**{key: getattr(network, key) for key in plain}, "pair": pair, "collectives": rows}
 
 
 def show(found: dict[str, Any], as_json: bool) -> None:
@@ -190,7 +195,7 @@ def show(found: dict[str, Any], as_json: bool) -> None:
     with console.capture() as shown:
         console.print(
             f"{found['model']}: {found['parameters']:,} parameters on {_ranks(found)} ({found['device']}); "
-            f"a step without communication takes {_ms(found['alone'])}\n",
+            f"a step without communication takes {_ms(found['alone'])}. {pair_text(found['network'])}\n",
             highlight=False,
         )
         console.print(_network_table(found["network"]))
@@ -208,11 +213,19 @@ def _ranks(found: dict[str, Any]) -> str:
     return f"{world} ranks" if each is None else f"{world // each} nodes of {each} ranks"
 
 
+def pair_text(network: dict[str, Any]) -> str:
+    pair, load = network["pair"], f"Before the probe, programs wanted {network['load']:.0%} of the cores."
+    if pair is None:
+        return load
+    trip = f"Between two ranks a round trip takes {pair['round_trip'] * 1e3:.2f} ms"
+    return f"{trip}, and {pair['bits'] / 1e6:.0f} Mbit/s arrive. {load}"
+
+
 def _network_table(network: dict[str, Any]) -> Table:
     table = _table("collective", "latency", "payload a second", "largest size")
     for row in network["collectives"]:
         name = row["collective"] + (f" of {row['dtype']}" if row["dtype"] else "") + WHERE[row["scope"]]
-        rate = "–" if row["bits"] is None else f"{row['bits'] / 8e6:.0f} MB"
+        rate = "too short" if row["bits"] is None else f"{row['bits'] / 8e6:.0f} MB"  # to tell a byte's time
         table.add_row(name, f"{row['latency'] * 1e3:.2f} ms", rate, f"{row['sizes'][-1] / 1e6:.2f} MB")
     return table
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ch_bench.advise.workload import slowest
-from ch_core import TUNED, ProcessGroupTransport, Work
-from commhooks import Topology
+from ch_core import TUNED, FarTransport, Link, ProcessGroupTransport, Work, transport_over
+from commhooks import HookNotSupportedError, Topology
 
 Key = tuple[str, str]
 """A collective and the dtype that it sums, ``("all_reduce", "float32")``; ``""`` for collectives that do not sum."""
@@ -27,6 +27,7 @@ ENOUGH = 1 << 20  # bytes: smaller sizes do not show the bandwidth, so the probe
 RESTED = 1 << 17  # bytes: smaller messages do not show a token bucket
 LONGEST = 0.5  # seconds: larger messages are extrapolated
 WARM = 3  # messages in a row; the last one is timed, when a token bucket is empty
+PAIR_BYTES = 1 << 20  # of the exchange that shows the rate between two ranks
 REST = 0.15  # seconds in which a token bucket refills
 
 
@@ -113,7 +114,10 @@ class Network:
         levels: the link inside nodes (``"node"``) and the one between them (``"peers"``). Each was probed while all nodes, or
             all places of a node, sent at the same time.
         topology: nodes of the ranks; ``None`` if no hook has two levels.
-        lanes: messages that travel at a time. gloo has two threads for each group, and NCCL one stream.
+        lanes: messages that travel at a time. gloo has two threads for each group, and NCCL one stream. Between far ranks the
+            bytes of one message follow those of another, and the latencies overlap.
+        pair: rate and round trip between two ranks; ``None`` on a GPU.
+        load: programs that wanted a core of the busiest machine before the probe, divided by its cores.
     """
 
     curves: Mapping[Key, Curve]
@@ -123,6 +127,8 @@ class Network:
     levels: Mapping[Scope, "Network"] = field(default_factory=dict)
     topology: Topology | None = None
     lanes: int = 2
+    pair: Link | None = None
+    load: float = 0.0
 
     def at(self, scope: Scope) -> "Network":
         """Return the network among the ranks of a scope."""
@@ -142,6 +148,7 @@ def probe(
     device: torch.device,
     budget: float,
     leveled: ProcessGroupTransport | None = None,
+    link: Link | None = None,
 ) -> Network:
     """Time every kind of message that hooks send, up to the largest size. Every rank must call this.
 
@@ -151,6 +158,7 @@ def probe(
         device: of the tensors.
         budget: seconds; the probe skips sizes when they are used up.
         leveled: transport whose levels are open, for messages inside nodes and between them.
+        link: with which the hooks are attached, if the ranks are far apart.
     """
     largest: dict[Scope, dict[Key, int]] = {"all": {("all_reduce", "float32"): SMALLEST * FACTOR}}
     for one in sent:
@@ -165,7 +173,7 @@ def probe(
         assert leveled is not None  # a message of this scope came from it
         return _level(leveled.scoped(scope), largest[scope], device, share, spare)
 
-    whole = _level(ProcessGroupTransport(group), largest["all"], device, share, spare)
+    whole = _level(transport_over(group, link), largest["all"], device, share, spare)
     levels: dict[Scope, Network] = {scope: level(scope) for scope in SCOPES if scope in largest}
     return replace(whole, levels=levels, topology=None if leveled is None else leveled.topology)
 
@@ -174,7 +182,37 @@ def _level(
     transport: ProcessGroupTransport, largest: Mapping[Key, int], device: torch.device, share: float, spare: float
 ) -> Network:
     curves = {key: _curve(transport, key, largest[key], device, share) for key in sorted(largest)}
+    if isinstance(transport, FarTransport):
+        return Network(curves, spare=spare, lanes=1)
     return Network(curves, _together(transport, curves, device), _burst(transport, curves, device), spare)
+
+
+def pair_link(group: dist.ProcessGroup, device: torch.device) -> Link | None:
+    """Measure the rate and the round trip of the slowest link between two ranks. Every rank must call this.
+
+    Ranks exchange a few bytes and a megabyte directly. Before each exchange they rest until the peers have learned that the
+    receive is posted, so that it takes half a round trip and the time of its bytes.
+
+    Returns:
+        The link, in three digits and the same on all ranks; ``None`` on a GPU, or without gloo.
+    """
+    if device.type != "cpu":
+        return None
+    try:
+        transport = FarTransport(group, Link(1e9, 1e-3))  # exchanges of the transport do not depend on the link
+    except HookNotSupportedError:
+        return None
+    few, many = (_exchange_of(transport, size) for size in (8, PAIR_BYTES))
+    [most] = slowest([_timed(few, WARM, gap=0.0)[0]], device)  # half a round trip, or a whole one
+    short, long = slowest([min(_timed(one, WARM, gap=2 * most)[0] for _ in range(3)) for one in (few, many)], device)
+    sent = PAIR_BYTES * (transport.world_size - 1)
+    return Link(float(f"{8 * sent / max(long - short, 1e-6):.3g}"), float(f"{2 * short:.3g}"))
+
+
+def _exchange_of(transport: FarTransport, size: int) -> "_Prepared":
+    mine = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    every = torch.zeros(size * transport.world_size, dtype=torch.uint8, device="cpu")
+    return _Prepared(lambda: transport.all_gather(every, mine), every)
 
 
 def _largest_anywhere(mine: Mapping[Scope, Mapping[Key, int]]) -> dict[Scope, dict[Key, int]]:
@@ -203,11 +241,13 @@ def _curve(transport: ProcessGroupTransport, key: Key, largest: int, device: tor
     When time is up, sizes in the middle are skipped, but not the largest: it carries most of a step's bytes.
     """
     ends = time.perf_counter() + budget
+    # In training, a step's computation gives the peers time to learn that the next receive is posted.
+    gap = transport.link.round_trip if isinstance(transport, FarTransport) and transport.link is not None else None
     sizes, seconds, cpu = [], [], []
     size = SMALLEST
     while True:
         message = _prepare(transport, key, size, device)
-        found = [_timed(message, WARM) for _ in range(5 if size < ENOUGH else 3)]
+        found = [_timed(message, WARM, gap=gap) for _ in range(5 if size < ENOUGH else 3)]
         late = ends - time.perf_counter() <= 0 and size >= ENOUGH
         # The slowest rank's numbers, so that all ranks choose the same next size.
         warm, used, late_somewhere = slowest([*map(median, zip(*found, strict=True)), float(late)], device)
@@ -277,16 +317,31 @@ def _prepare(transport: ProcessGroupTransport, key: Key, size: int, device: torc
     return _Prepared(lambda: transport.all_to_all(received, whole), received)
 
 
-def _timed(message: _Prepared, count: int, rest: float = 0.0) -> tuple[float, float]:
-    """Return the seconds of the last of ``count`` messages, and the CPU seconds of other threads meanwhile."""
+def _timed(message: _Prepared, count: int, rest: float = 0.0, gap: float | None = None) -> tuple[float, float]:
+    """Return the seconds of the last of ``count`` messages, and the CPU seconds of other threads meanwhile.
+
+    Args:
+        message: to send.
+        count: messages in a row.
+        rest: seconds before the first one.
+        gap: seconds before each timed message, between far ranks. They do not leave the barrier together, which makes one
+            exchange longer and the next one shorter by as much, so the result is the mean of two.
+    """
     _meet()
     if rest:
         time.sleep(rest)
-    for _ in range(count - 1):
+    timed = 1 if gap is None else 2
+    for _ in range(count - timed):
         message.wait(message.start())
-    before, begun = _other_threads(), time.perf_counter()
-    message.wait(message.start())
-    return time.perf_counter() - begun, max(0.0, _other_threads() - before)
+    seconds = cpu = 0.0
+    for _ in range(timed):
+        if gap:
+            time.sleep(gap)
+        before, begun = _other_threads(), time.perf_counter()
+        message.wait(message.start())
+        seconds += time.perf_counter() - begun
+        cpu += max(0.0, _other_threads() - before)
+    return seconds / timed, cpu / timed
 
 
 def _starting(message: _Prepared) -> float:

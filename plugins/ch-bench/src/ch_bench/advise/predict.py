@@ -1,18 +1,21 @@
 """Step times with hooks: predicted over a probed network, or measured over the real one."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
 import commhooks
-from ch_bench.advise.network import Message, Network, probe
+from ch_bench.advise.network import Message, Network, pair_link, probe
 from ch_bench.advise.outer import rounds
 from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
 from ch_bench.advise.workload import AttachedHooks, Workload, slowest
+from ch_bench.links.link import FAR_APART
+from ch_bench.links.link import Link as LinkWords
 from ch_core import ProcessGroupTransport
 from commhooks import Topology, node_bytes
 
@@ -23,6 +26,8 @@ LEVELED = ("bf16_compress", "quant8", "quant4", "powersgd(rank=4)")
 """Hooks that are also predicted inside ``two_level``, on several nodes of several ranks."""
 WARM_UP = 2  # steps; DDP rebuilds its buckets after the first one
 WORTH = 0.05  # share of a step that a lossy hook must save
+FASTER = 0.1  # share by which a measured rate may exceed the link's
+BUSY = 0.5  # share of the cores that other programs want, from which on times say little
 ALIKE = 0.03  # predictions within this share are equal; the hook with the smaller error wins
 Tell = Callable[[str], None]
 
@@ -84,6 +89,7 @@ def advise(
     seconds: float = 60.0,
     tell: Tell = lambda what: None,
     local: bool = False,
+    told: LinkWords | None = None,
 ) -> Advice:
     """Predict a step with each hook and recommend one. Every rank must call this.
 
@@ -93,9 +99,15 @@ def advise(
         seconds: time limit of the whole probe.
         tell: called with the name of each stage.
         local: True if all ranks share one machine. Then there is no link for which an outer optimizer would be worth it.
+        told: the link between the ranks, as the user describes it.
     """
     hooks = list(dict.fromkeys(["allreduce", *hooks]))
     ends = time.perf_counter() + seconds
+    load = slowest([os.getloadavg()[0] / (os.cpu_count() or 1)], work.device)[0]
+    tell("the round trip between two ranks")
+    pair = pair_link(work.process_group, work.device)
+    if pair is not None and pair.round_trip >= FAR_APART:
+        work = replace(work, link=pair)
     tell("the model without communication")
     _alone(work, 1)
     alone = median(slowest(_alone(work, _count(work, 5, seconds / 8)), work.device))
@@ -107,7 +119,8 @@ def advise(
         sent += found
         leveled = transport or leveled
     tell("the network")
-    network = probe(sent, work.process_group, work.device, (ends - time.perf_counter()) * 0.4, leveled)
+    budget = (ends - time.perf_counter()) * 0.4
+    network = replace(probe(sent, work.process_group, work.device, budget, leveled, work.link), pair=pair, load=load)
     predictions = []
     for number, hook in enumerate(hooks):
         tell(f"arithmetic of {hook}")
@@ -117,6 +130,23 @@ def advise(
     alone = min(alone, again)  # disturbances only make a step longer
     recommended, reasons = recommend(alone, predictions)
     best = min(predictions, key=lambda one: one.seconds)
+    if work.link is not None:
+        reasons = (
+            *reasons,
+            f"Every hook was attached with link='{work.link}', because a round trip takes that long. Give it to attach, or to "
+            "commhooks run --link",
+        )
+    if told is not None and told.rate and pair is not None and pair.rate > told.rate * (1 + FASTER):
+        reasons = (
+            f"Measured {pair.rate / 1e6:.0f} Mbit/s on a link of {told.text}: something lets short bursts pass, such as a token "
+            "bucket, so steps with many bytes will take longer than predicted",
+            *reasons,
+        )
+    if load > BUSY:
+        reasons = (
+            f"This machine is busy: before the probe, programs wanted {load:.0%} of its cores. Idle ones are faster",
+            *reasons,
+        )
     if local:
         reasons = (
             "All ranks share this machine, so this is not your network: start it on your machines by torchrun, or shape a link "
@@ -291,7 +321,7 @@ def _emulated(work: Workload, hook: str, recorder: Recorder | None) -> tuple[Att
         for engine in engines.values():
             ranks = engine.transport
             topology = getattr(ranks, "topology", None)
-            transport = EmulatedTransport(ranks.rank, ranks.world_size, recorder, topology)
+            transport = EmulatedTransport(ranks.rank, ranks.world_size, recorder, topology, ranks.link)
             transport.sent = sent
             engine.move(transport)
     return handle, sent

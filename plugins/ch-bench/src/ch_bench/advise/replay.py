@@ -98,6 +98,7 @@ class EmulatedTransport:
         rank, world_size: in the emulated group.
         recorder: notes messages and waits; ``None`` notes nothing.
         topology: nodes of the ranks, for hooks with two levels.
+        link: of the transport that it stands for.
 
     Attributes:
         sent: every message so far, of all scopes.
@@ -105,12 +106,17 @@ class EmulatedTransport:
 
     free = True  # offers direct exchanges and halves, like a process group
     elastic = False
-    link: Link | None = None
     exchanged = 0
 
     def __init__(
-        self, rank: int, world_size: int, recorder: Recorder | None = None, topology: Topology | None = None
+        self,
+        rank: int,
+        world_size: int,
+        recorder: Recorder | None = None,
+        topology: Topology | None = None,
+        link: Link | None = None,
     ) -> None:
+        self.link = link
         self.rank, self.world_size, self.recorder, self.topology = rank, world_size, recorder, topology
         self.sent: list[Message] = []
         self._scope: Scope = "all"
@@ -123,7 +129,8 @@ class EmulatedTransport:
         if scope == "all" or self.topology is None:
             return self
         members = self.topology.members(self.rank, scope)
-        made = EmulatedTransport(members.index(self.rank), len(members), self.recorder)
+        link = self.link if scope != "node" else None
+        made = EmulatedTransport(members.index(self.rank), len(members), self.recorder, None, link)
         made.sent, made._scope = self.sent, scope
         return made
 

@@ -1,11 +1,12 @@
 """The model to measure: ``module:callable``, or one of the three here."""
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from ch_bench.gpt import GPT
+from ch_core import Link
 from commhooks import HookConfigError
 
 WRAPPER = """Return a module whose module(*batch) is the loss, or
-a tensor whose mean replaces it. Around a module that returns predictions:
+a tensor whose mean replaces it. For a module that returns predictions, return
+(module, (inputs, target), loss), as in
+
+return model, (x, y), torch.nn.functional.cross_entropy
+
+or put the loss into the module:
 
 class WithLoss(torch.nn.Sequential):
     def forward(self, x, y):
@@ -37,12 +44,16 @@ class Workload:
         batch: ``model(*batch)`` returns the loss, or a tensor whose mean replaces it.
         optimizer: of the model's parameters.
         device: of model and batch.
+        loss: ``loss(model(*inputs), target)`` if the model returns predictions. The target is the last part of the batch.
+        link: with which hooks are attached, if the ranks are far apart.
     """
 
     model: DistributedDataParallel | FSDPModule
     batch: tuple[Any, ...]
     optimizer: torch.optim.Optimizer
     device: torch.device
+    loss: Callable[..., Any] | None = None
+    link: Link | None = None
 
     @property
     def sharded(self) -> bool:
@@ -72,24 +83,30 @@ class Workload:
         """Attach a hook; with FSDP2 to every axis, see :func:`axes`."""
         assert isinstance(self.model, nn.Module)
         if not self.sharded:
-            return AttachedHooks([commhooks.attach(self.model, hook)])
+            return AttachedHooks([commhooks.attach(self.model, hook, link=self._link_text)])
         made = AttachedHooks([])
         try:
             for axis, expr in zip(AXES, axes(hook), strict=True):
                 if axis == "replicate" and not self.replicated:
                     continue
-                made.handles.append(commhooks.attach(self.model, expr, axis=axis))
+                made.handles.append(commhooks.attach(self.model, expr, axis=axis, link=self._link_text))
         except BaseException:
             made.detach()
             raise
         return made
+
+    @property
+    def _link_text(self) -> str | None:
+        return None if self.link is None else str(self.link)
 
     def step(self) -> None:
         """Run one training step."""
         self.optimizer.zero_grad()
         assert isinstance(self.model, nn.Module)
         try:
-            found = self.model(*self.batch)
+            *inputs, target = self.batch if self.loss is not None else (*self.batch, None)
+            found = self.model(*inputs)
+            found = found if self.loss is None else self.loss(found, target)
             loss = found if isinstance(found, torch.Tensor) else getattr(found, "loss", found[0])
         except commhooks.CommHooksError:
             raise
@@ -209,25 +226,69 @@ def find(name: str) -> Callable[[], Any]:
     return found
 
 
-def made_by(name: str, made: object) -> Sequence[Any]:
+class Made(NamedTuple):
+    """What a model's function made.
+
+    Attributes:
+        module: the model.
+        batch: of one step.
+        loss: ``loss(predictions, target)``, if the module returns predictions.
+        optimizer: ``optimizer(parameters)``.
+    """
+
+    module: nn.Module
+    batch: tuple[Any, ...]
+    loss: Callable[..., Any] | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+
+
+def made_by(name: str, made: Any) -> Made:
     """Return what a model's function made, after a check.
 
+    Functions after the batch are told apart by what they take: a loss takes predictions and a target, an optimizer parameters.
+
     Raises:
-        HookConfigError: it is neither ``(module, batch)`` nor ``(module, batch, optimizer)``.
+        HookConfigError: it is not ``(module, batch)``, with a loss or an optimizer or both behind it.
     """
-    if not isinstance(made, Sequence) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
+    legal = isinstance(made, Sequence) and 2 <= len(made) <= 4 and isinstance(made[0], nn.Module)
+    if not legal or not all(map(callable, made[2:])):
         raise HookConfigError(
-            f"model {name!r} returned {type(made).__name__}: return (module, batch) or (module, batch, optimizer), where "
-            "module(*batch) is the loss and optimizer(parameters) makes an optimizer"
+            f"model {name!r} returned {type(made).__name__}: return (module, batch), (module, batch, loss) or (module, batch, "
+            "optimizer), where module(*batch) or loss(module(*batch[:-1]), batch[-1]) is the loss and optimizer(parameters) "
+            "makes an optimizer"
         )
-    return made
+    module, batch, functions = made[0], made[1], made[2:]
+    losses = [one for one in functions if is_loss(one)]
+    optimizers = [one for one in functions if not is_loss(one)]
+    if len(losses) > 1 or len(optimizers) > 1:
+        raise HookConfigError(f"model {name!r} returned two losses or two optimizers: return one of each")
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    if losses and len(batch) < 2:
+        raise HookConfigError(
+            f"model {name!r} returned a loss and a batch without a target: return (module, (x, y), loss)"
+        )
+    return Made(module, batch, losses[0] if losses else None, optimizers[0] if optimizers else None)
+
+
+def is_loss(function: Callable[..., Any]) -> bool:
+    """Return True for a loss, which takes predictions and a target, and False for an optimizer, which takes parameters.
+
+    >>> [is_loss(f) for f in (nn.MSELoss(), nn.functional.cross_entropy, torch.optim.SGD, lambda params: None)]
+    [True, True, False, False]
+    """
+    if isinstance(function, nn.Module):
+        return True
+    if isinstance(function, type):
+        return False
+    needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind <= 1]
+    return len(needed) > 1
 
 
 def load(name: str, device: torch.device, bucket_cap_mb: float | None = None) -> Workload:
     """Make the model that ``module:callable`` names.
 
     Args:
-        name: of a function without arguments that returns ``(module, batch)`` or ``(module, batch, optimizer)``.
+        name: of a function without arguments that returns ``(module, batch)``, and behind it a loss, an optimizer, or both.
             It may shard the module with ``fully_shard``. ``module(*batch)`` is the loss, or a tensor whose mean replaces it, and
             ``optimizer(parameters)`` makes an optimizer, plain SGD by default.
         device: of model and batch.
@@ -236,15 +297,15 @@ def load(name: str, device: torch.device, bucket_cap_mb: float | None = None) ->
     Raises:
         HookConfigError: the function cannot be imported, or returns something else.
     """
-    module, batch, *rest = made_by(name, find(name)())
-    batch = batch if isinstance(batch, tuple) else (batch,)
+    module, batch, loss, make_optimizer = made_by(name, find(name)())
     batch = tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in batch)
     ids = [device.index] if device.type == "cuda" else None
     options: dict[str, Any] = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
-    sharded = isinstance(module, FSDPModule)
-    model = module if sharded else DistributedDataParallel(module.to(device), device_ids=ids, **options)
-    optimizer = rest[0](model.parameters()) if rest else torch.optim.SGD(model.parameters(), lr=1e-6)
-    return Workload(model, batch, optimizer, device)
+    model: Any = module
+    if not isinstance(module, FSDPModule):
+        model = DistributedDataParallel(module.to(device), device_ids=ids, **options)
+    optimizer = make_optimizer(model.parameters()) if make_optimizer else torch.optim.SGD(model.parameters(), lr=1e-6)
+    return Workload(model, batch, optimizer, device, loss)
 
 
 def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:

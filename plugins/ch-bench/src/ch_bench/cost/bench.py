@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import Progress
 
 from ch_bench import gpt, launch, record, text, training
 from ch_bench.advise.predict import HOOKS
@@ -42,6 +41,7 @@ from ch_bench.links import netns
 from ch_bench.links.link import Link
 from ch_bench.pytorch_hooks import LABELS, PyTorchHook, attach_pytorch
 from ch_testing import WorkerError
+from commhooks import Progress
 
 WIDTH, LAYERS, HEADS, CONTEXT = 384, 6, 6, 64
 WARM_UP = 6  # steps; DDP rebuilds its buckets after the first, and PyTorch's PowerSGD compresses from the third
@@ -190,8 +190,11 @@ def worker(rank: int, world: int, device: torch.device, args: dict[str, Any], pa
     for run in runs:
         run.seconds.clear()
     before = [run.handle.stats() if run.handle else {} for run in runs]
-    for step in range(args["blocks"] * steps):
-        _round(runs, batches, WARM_UP + step, device)
+    with Progress("bench", args["blocks"] * steps) if rank == 0 else nullcontext() as tell:
+        for step in range(args["blocks"] * steps):
+            if tell is not None:
+                tell(f"each of {len(runs)} hooks")
+            _round(runs, batches, WARM_UP + step, device)
     seconds = training.slowest(list(runs), device)
     if rank == 0:
         numel = gpt.count_parameters(runs[0].model)
@@ -267,14 +270,12 @@ def model_worker(
     work = load(args["model"] or "gpt", device)
     rounds: dict[str, list[float]] = {hook: [] for hook in hooks}
     seconds = args["budget"] / len(hooks) / args["blocks"]
-    console = Console(stderr=True)
-    with Progress(console=console, disable=rank != 0 or not console.is_terminal) as progress:
-        task = progress.add_task("", total=args["blocks"] * len(hooks))
+    with Progress("bench", args["blocks"] * len(hooks)) if rank == 0 else nullcontext() as tell:
         for block in range(args["blocks"]):
             for hook in random.Random(block).sample(hooks, len(hooks)):  # the same order on every rank
-                progress.update(task, description=hook)
+                if tell is not None:
+                    tell(hook)
                 rounds[hook].append(median(measure_steps(work, hook, steps=args["steps"], seconds=seconds)))
-                progress.advance(task)
     if rank == 0:
         numel = sum(p.numel() for p in work.parameters())
         about = {"model": args["model"] or "gpt", "parameters": numel, "world": world, "device": str(device)}
