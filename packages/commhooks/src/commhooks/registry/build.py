@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ch_core import Bucket, HookConfigError, HookNotSupportedError, Reduction, Stages, StepContext
 from commhooks.registry.discovery import load_target
-from commhooks.registry.distributions import not_installed
+from commhooks.registry.distributions import NOT_INSTALLED
 from commhooks.registry.expression import Node, canonical, unparse
 from commhooks.registry.registry import REGISTRY, Registry
 from commhooks.registry.spec import HookSpec
@@ -215,7 +215,7 @@ def as_hook(reduction: Any, name: str | None = None) -> "Callable[[Any, GradBuck
     if target is None:
         raise HookNotSupportedError(
             f"ch-ddp makes (state, bucket) functions, also of {getattr(reduction, 'name', reduction)!r:.80}, and is "
-            + not_installed("ch-ddp")
+            + NOT_INSTALLED
         )
     hook: Callable[[Any, GradBucket], Future[Tensor]] = load_target(target)(reduction, name)
     return hook

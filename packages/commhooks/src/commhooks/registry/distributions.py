@@ -100,19 +100,10 @@ def first_party() -> dict[str, str]:
     return {name: found for name in PACKAGES if (found := version(name)) is not None}
 
 
-def how_to_install(dist: str) -> str:
-    """Return the command that installs a package of this project, published or not.
-
-    Example:
-        >>> how_to_install("ch-powersgd")
-        'pip install ch-powersgd, or in a clone: pip install ./packages/* ./plugins/ch-*'
-    """
-    return f"pip install {dist}, or in a clone: pip install ./packages/* ./plugins/ch-*"
-
-
-def not_installed(dist: str) -> str:
-    """Return the end of a sentence on a missing package of this project: why it is missing, and the remedy."""
-    return f"not installed here (or left out by COMMHOOKS_DISABLE or COMMHOOKS_PLUGINS): {how_to_install(dist)}"
+INSTALL = "pip install ./packages/* ./plugins/ch-* in a clone of commhooks (no package index has it yet)"
+"""How to install a package of this project. An index may have a stranger's package of its name, so it names folders."""
+NOT_INSTALLED = f"not installed here (or left out by COMMHOOKS_DISABLE or COMMHOOKS_PLUGINS): {INSTALL}"
+"""The end of a sentence on a missing package of this project."""
 
 
 def editable_roots() -> dict[str, Path]:

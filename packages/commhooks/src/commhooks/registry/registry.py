@@ -16,7 +16,7 @@ from typing import Any
 from ch_core import AmbiguousHookError, AttachError, HookConfigError, PluginLoadError, UnknownHookError
 from commhooks.registry import hookspecs
 from commhooks.registry.discovery import Discovery, PluginInfo, discover, load_target
-from commhooks.registry.distributions import how_to_install, normalize, not_installed
+from commhooks.registry.distributions import INSTALL, NOT_INSTALLED, normalize
 from commhooks.registry.expression import Node, canonical, nodes
 from commhooks.registry.packages import ADAPTERS, COMMANDS, HOOKS, all_names, package_of
 from commhooks.registry.spec import KINDS, OWN_COMMANDS, Command, HookSpec, PluginFailure, SetUp
@@ -133,7 +133,7 @@ class Registry:
             head += f"; did you mean {wanted!r}?" if wanted not in (None, name) else ""
             package = package_of(HOOKS, wanted) if wanted is not None and wanted not in names else None
             if package is not None:
-                lines.append(f"{wanted!r} comes with {package}, not installed here: {how_to_install(package)}")
+                lines.append(f"{wanted!r} comes with {package}, not installed here: {INSTALL}")
             elif wanted is None or wanted == name:
                 others = ", ".join(spec.id for spec in self.specs() if name in spec.names)
                 lines.append(f"the name exists as {others}" if others else _wrapped("installed", sorted(names)))
@@ -262,7 +262,7 @@ class Registry:
         node = canonical(expression)
         spec = self.spec_of(node)
         if spec.kind != "outer" or "inner" in node or "rules" in node:
-            names = ", ".join(one.name for one in self.list_hooks(kind="outer")) or f"none: {not_installed('ch-outer')}"
+            names = ", ".join(one.name for one in self.list_hooks(kind="outer")) or f"none: {NOT_INSTALLED}"
             raise HookConfigError(
                 f"{spec.name!r} is a {spec.kind}, not an outer optimizer. Outer optimizers: {names}. Give a hook as their "
                 f"exchange, e.g. diloco(exchange={spec.name})"
@@ -347,7 +347,7 @@ class Registry:
         found = [command for command in self.commands() if asked in (command.name, command.id)]
         if not found:
             if package := package_of(COMMANDS, asked):
-                raise UnknownHookError(f"the command {asked!r} comes with {package}, {not_installed(package)}")
+                raise UnknownHookError(f"the command {asked!r} comes with {package}, {NOT_INSTALLED}")
             names = [*OWN_COMMANDS, *sorted({command.name for command in self.commands()})]
             close = difflib.get_close_matches(asked, [*names, *all_names(COMMANDS)], 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -402,7 +402,7 @@ class Registry:
                 return load_target(adapters[name])
         for name in names:
             if package := package_of(ADAPTERS, name):
-                raise AttachError(f"{subject} comes with {package}, {not_installed(package)}")
+                raise AttachError(f"{subject} comes with {package}, {NOT_INSTALLED}")
         return None
 
 
