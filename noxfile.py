@@ -7,10 +7,14 @@ use none. `install` never sets `PIP_FIND_LINKS` or `PIP_NO_INDEX`, which would r
 
 import os
 import shutil
+import socket
+import subprocess
 import tempfile
+import time
 import tomllib
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import nox
@@ -33,7 +37,8 @@ FRAMEWORKS = [
     "jsonargparse[signatures]>=4",
 ]
 KUBERNETES = ["kubeflow-trainer-api>=2.3", "pyyaml"]  # the schema of the resource in docs/launch.md
-TEST_TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "numpy>=1.26", "hatchling>=1.25"]
+TEST_TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "numpy>=1.26", "hatchling>=1.25", "copier>=9"]
+SITE_TOOLS = ["sphinx>=8", "myst-parser>=4", "furo", "sphinx-copybutton>=0.5"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # two ranks need two cores, not four
 
 
@@ -158,7 +163,7 @@ def tests_full(session: nox.Session) -> None:
         session,
         "(full or campaign) and not soak",
         workers=4,
-        tools=[*FRAMEWORKS, TRITON, *KUBERNETES],
+        tools=[*FRAMEWORKS, *SITE_TOOLS, TRITON, *KUBERNETES],
     )
 
 
@@ -290,7 +295,7 @@ def docs_install(session: nox.Session) -> None:
         session.run(*command)
     session.run("python", "tests/tools/pages.py", "docs/tutorial.md", "docs/checkpointing.md", env=ONE_THREAD)
     # No page needs ch-bench.
-    install(session, *(name for name in PROJECTS if name not in {"ch-template", "ch-bench"}))
+    install(session, *(name for name in PROJECTS if name != "ch-bench"))
     session.run("python", "-m", "commhooks", "doctor", env=ONE_THREAD)
     session.run("python", "tests/tools/pages.py", env=ONE_THREAD)
 
@@ -327,35 +332,55 @@ def readme_example(path: Path) -> str:
     return "\n".join(block for block in blocks if block.lstrip().startswith(("import", "from")))
 
 
-def wheel_of(name: str) -> str:
-    """Return the path of a package's wheel in dist/."""
-    [wheel] = (ROOT / "dist").glob(f"{name.replace('-', '_')}-*.whl")
-    return str(wheel)
+@contextmanager
+def package_index(session: nox.Session) -> Iterator[list[str]]:
+    """Upload dist/ to an index server on this machine, as the release does to the public one. Yield pip's options for it."""
+    session.install("pypiserver>=2.3", "twine>=6")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["run", "-i", "127.0.0.1", "-p", str(port), "-a", ".", "-P", ".", "--disable-fallback", folder]
+        server = subprocess.Popen([str(Path(session.bin, "python")), "-m", "pypiserver", *words])
+        try:
+            for _ in range(100):
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                    break
+                time.sleep(0.1)
+            files = sorted(str(path) for path in (ROOT / "dist").iterdir())
+            session.run("twine", "check", "--strict", *files)
+            session.run("twine", "upload", "--repository-url", address, "-u", "", "-p", "", "--disable-progress-bar", *files)
+            yield ["--extra-index-url", f"{address}/simple/"]
+        finally:
+            server.terminate()
+            server.wait(10)
 
 
 @nox.session
 def release(session: nox.Session) -> None:
-    """Build sdists and wheels, check them, and try each wheel alone in an empty environment."""
+    """Build everything, and install each package by name from an index into an empty environment. `-- ch-quant` for one."""
     build_distributions(session)
-    session.install("twine>=6")
-    files = sorted(str(path) for pattern in ("*.whl", "*.tar.gz") for path in (ROOT / "dist").glob(pattern))
-    session.run("twine", "check", "--strict", *files)
     constraints = os.environ.get("COMMHOOKS_CONSTRAINTS", str(ROOT / "constraints" / "cpu.txt"))
-    for name in PROJECTS:
-        brought = with_dependencies(name)
-        *local, wheel = map(wheel_of, brought)
-        with tempfile.TemporaryDirectory() as folder:
-            python = str(Path(folder, "bin", "python"))
-            session.run("python", "-m", "venv", folder)
-            # The local dependencies come from dist/ by path, because no index has them yet.
-            options = ["-c", constraints] if constraints else []
-            session.run(python, "-m", "pip", "install", "-q", *options, *local, wheel, external=True)
-            example = Path(folder, "readme.py")
-            example.write_text(readme_example(PROJECTS[name] / "README.md"))
-            commands = [["list"]] * ("commhooks" in brought) + [["doctor"]] * ("ch-run" in brought)
-            for words in ([str(example)], *(["-m", "commhooks", *command] for command in commands)):
-                session.run(python, *words, env=ONE_THREAD, external=True, silent=True)
-        session.log(f"{name}: its README's example and its commands run")
+    with package_index(session) as index:
+        for name in session.posargs or [*PROJECTS, "commhooks[all]"]:
+            everything = name == "commhooks[all]"
+            brought = [*PROJECTS] if everything else with_dependencies(name)
+            commands = [["-m", "commhooks", "list"]] * ("commhooks" in brought)
+            commands += [["-m", "commhooks", "doctor"]] * ("ch-run" in brought)
+            with tempfile.TemporaryDirectory() as folder:
+                if everything:
+                    commands.append([str(ROOT / "docs" / "examples" / "demo.py"), "--steps", "20", "--out", folder])
+                else:
+                    Path(folder, "readme.py").write_text(readme_example(PROJECTS[name] / "README.md"))
+                    commands.append([str(Path(folder, "readme.py"))])
+                python = str(Path(folder, "bin", "python"))
+                session.run("python", "-m", "venv", folder)
+                tools = ["matplotlib>=3.8"] * everything  # the demo plots
+                options = [*index, *(["-c", constraints] if constraints else [])]
+                session.run(python, "-m", "pip", "install", "-q", *options, name, *tools, external=True)
+                for words in commands:
+                    session.run(python, *words, env=ONE_THREAD, external=True, silent=True)
+            session.log(f"{name}: installed from the index; {len(commands)} programs and commands ran")
 
 
 @nox.session
@@ -414,9 +439,6 @@ def compare(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation into docs/_build/html, with warnings as errors and without torch."""
-    session.install("sphinx>=8", "myst-parser>=4", "furo", "sphinx-autoapi>=3.4")
-    with tempfile.TemporaryDirectory() as doctrees:
-        session.run(
-            "sphinx-build", "-W", "-q", "-b", "html", "-d", doctrees, "docs", "docs/_build/html", *session.posargs
-        )
+    """Build the documentation into docs/_build/html, with warnings as errors, and check it."""
+    install(session, *PROJECTS, tools=[*TEST_TOOLS, *SITE_TOOLS])
+    session.run("python", "-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".", "tests/test_site.py", *session.posargs)

@@ -42,7 +42,6 @@ METHODS = (  # one of each, whose whole contract is in the quick set
     "allreduce",
     "error_feedback(bf16_compress)",
     "fp16_compress",
-    "half",
     "powersgd(rank=4)",
     "quant4(error_feedback=True)",
     "randomk",

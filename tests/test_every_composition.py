@@ -39,7 +39,6 @@ OPTIONS = (  # forms that decode zeros to numbers, draw random numbers, or have 
 WRAPPERS = {
     "bf16_wrapper": ("bf16_wrapper({})", "bf16_wrapper({}, accumulate='fp32')"),
     "fp16_wrapper": ("fp16_wrapper({}, rounding='stochastic')", "fp16_wrapper({}, accumulate='fp32')"),
-    "clip": ("clip({}, limit=1.0)",),
     "error_feedback": ("error_feedback({})",),
     "policy": ("policy({{'w*': {}, '*': allreduce}})", "policy({{'w*': allreduce, '*': {}}})"),
     "two_level": ("two_level({})",),
@@ -74,7 +73,6 @@ TRAITS = {
     "bf16_compress(accumulate='fp32')": "feedback scatters gathers",
     "bf16_compress(rounding='stochastic')": "casts feedback scatters",
     "fp16_compress": "casts feedback scatters gathers",
-    "half": "casts",
     "powersgd(rank=2)": "casts state",
     "powersgd(rank=2, min_compression_rate=1)": "casts state",
     "powersgd(rank=4)": "casts state",
@@ -138,8 +136,6 @@ def traits(node: Node) -> frozenset[str]:
     if hook in CASTS:
         moves = both & ({"scatters", "gathers"} if options.get("rounding") != "stochastic" else {"scatters"})
         return moves | state | (some & {"casts"} if options.get("accumulate") != "fp32" else frozenset())
-    if hook == "clip":
-        return both - {"scatters", "gathers"}
     return both & {"casts"} | {"state"}  # error_feedback
 
 

@@ -93,8 +93,6 @@ ROWS = (
         ref.Cast(FP16, "fp16"),
         (ch_ddp.fp16_compress_wrapper(ch_ddp.allreduce_hook), None),
     ),
-    _row("half", ref.Cast(BF16, "half")),
-    _row("clip(bf16_compress, limit=0.5)", ref.Clip(ref.Cast(BF16, "bf16"), 0.5)),
     _row("noop", ref.Alone(), (ch_ddp.noop_hook, None), equal=False),
     Row(
         "post_local_sgd(start_iter=2, subgroup_size=PART)",

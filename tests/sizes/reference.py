@@ -50,8 +50,6 @@ TOLERANCES: dict[str, Callable[[int], Tolerance]] = {
     # 2**-25 instead, in each rank's message and in each sum, so the unit has W 2**-14 more.
     "bf16": lambda world: Tolerance(_roundings(BF16, world)),
     "fp16": lambda world: Tolerance(_roundings(FP16, world)),
-    # The template rounds before it divides.
-    "half": lambda world: Tolerance(_roundings(BF16, world + 1)),
     # accumulate="fp32" rounds each message and the sum.
     "bf16, fp32 sum": lambda world: Tolerance(_roundings(BF16, 2) + 4 * FP32),
     "fp16, fp32 sum": lambda world: Tolerance(_roundings(FP16, 2) + 4 * FP32),
@@ -282,24 +280,6 @@ class Feedback(Method):
         """Keep the numbers that were not sent."""
         assert answer.sent is not None
         return replace(answer, owed=owed, kept=(owed - answer.sent,), kept_unit=answer.kept_unit + owed.abs())
-
-
-@dataclass(frozen=True)
-class Clip(Method):
-    """The inner method on gradients that are clipped element by element."""
-
-    inner: Method
-    limit: float
-
-    @property
-    def grain(self) -> int:  # type: ignore[override]
-        return self.inner.grain
-
-    def of(self, param: Param, step: int) -> Method:
-        return Clip(self.inner.of(param, step), self.limit)
-
-    def __call__(self, part: Part) -> Answer:
-        return self.inner(replace(part, gradients=part.gradients.clamp(-self.limit, self.limit)))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ MOST = {  # launches of a step, with messages and the engine's own operations, c
     "allreduce": 11,
     "bf16_compress": 14,
     "fp16_compress": 14,
-    "half": 24,  # the template allocates, although it could reuse scratch memory
     "warmup(powersgd(rank=4), steps=2)": 195,  # its first step with PowerSGD makes the views of the scratch memory
     "batched_powersgd(rank=4)": 195,
     "powersgd(rank=1)": 135,
