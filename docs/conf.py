@@ -1,10 +1,12 @@
-"""Configure Sphinx. It reads the reference from the sources, so a build needs neither torch nor a network."""
+"""Configure Sphinx. The reference shows the installed packages, so a build imports them and torch."""
 
-import atexit
 import re
-import shutil
-import tempfile
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import reference
 
 project = "commhooks"
 author = "the commhooks authors"
@@ -13,78 +15,50 @@ html_title = "commhooks"
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-extensions = ["myst_parser", "autoapi.extension", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build", "examples", "_navigation.md"]
 myst_heading_anchors = 3
-
-PUBLIC = (
-    "commhooks",
-    "commhooks.adapters",
-    "commhooks.checkpoint",
-    "commhooks.checkpoint.dcp",
-    "ch_core",
-    "ch_wrappers",
-    "ch_trace",
-    "ch_testing",
-    "ch_ddp",
-    "ch_fsdp",
-    "ch_ft",
-    "ch_outer",
-    "ch_powersgd",
-    "ch_quant",
-    "ch_sparse",
-    "ch_bench",
-    "ch_bench.advise",
-    "ch_bench.advise.command",
-    "ch_bench.cost",
-    "ch_bench.cost.bench",
-)
-"""Modules in the reference: those that users import or run. Each lists its exports."""
-
-
-def readable_sources():
-    """Yield copies of the packages in which autoapi finds the exported names.
-
-    Packages import these names lazily, and list them under ``if TYPE_CHECKING``, which autoapi ignores. The copies have
-    these imports at the top level.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="commhooks-docs-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for face in Path(__file__).parent.parent.glob("p*/*/src/*/__init__.py"):
-        if face.parent.name != "ch_template":  # users copy and rename it
-            copy = folder / face.parent.name
-            shutil.copytree(face.parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-            for path in copy.rglob("__init__.py"):
-                path.write_text(
-                    re.sub(r"^if TYPE_CHECKING:\n((?:    .*\n|\n)+)", dedented, path.read_text(), flags=re.M)
-                )
-            yield copy.as_posix()
-
-
-def dedented(match):
-    """Return the body of an ``if``."""
-    return re.sub(r"^    ", "", match[1], flags=re.M)
-
-
-autoapi_dirs = sorted(readable_sources())
-autoapi_root = "reference"
-autoapi_options = ["members", "imported-members", "show-inheritance", "show-module-summary"]
-autoapi_keep_files = False
-autoapi_add_toctree_entry = False  # _navigation.md places it
-# autoapi reads public names twice, because packages import them lazily, and warns of it.
-suppress_warnings = ["autoapi.python_import_resolution", "ref.python", "docutils", "myst.header"]
+maximum_signature_line_length = 80  # a longer signature has one argument per line
+python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"
+autodoc_preserve_defaults = True  # as in the source, because the value of a default may be an address in memory
+autodoc_typehints_format = "short"
+autodoc_inherit_docstrings = False  # the method of a base in torch has references to its own pages
+napoleon_use_ivar = True
+default_role = "code"  # docstrings write `name`
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 
 
 def setup(app):
     """Connect the handlers below."""
-    app.connect("autoapi-skip-member", not_public)
+    app.connect("builder-inited", write_reference)
+    app.connect("autodoc-process-docstring", qualify_roles)
+    app.connect("autodoc-skip-member", is_field_of_tuple)
     app.connect("doctree-read", hide_records)
     app.connect("source-read", front_page)
 
 
-def not_public(app, what, name, obj, skip, options):
-    """Return True for a private module, and None to let autoapi decide."""
-    return True if what in ("package", "module") and name not in PUBLIC else None
+def write_reference(app):
+    """Write the pages of the reference before Sphinx looks for pages."""
+    reference.write(Path(app.srcdir, "reference"))
+
+
+def qualify_roles(app, what, name, obj, options, lines):
+    """Complete the targets of roles such as :class:`Engine`, which docstrings write without a module."""
+    role = re.compile(r"(:(?:class|func|meth|attr|data):`~?)(?:ch_core\.|commhooks\.)?(\w+)(?=[.`])")
+    lines[:] = [role.sub(lambda found: found[1] + full_name(found[2]), line) for line in lines]
+
+
+def full_name(name):
+    """Return a public name with the module on whose page it stands."""
+    modules = (each for each in reference.MODULES if name in getattr(sys.modules.get(each), "__all__", ()))
+    return next((f"{module}.{name}" for module in modules), name)
+
+
+def is_field_of_tuple(app, what, name, obj, skip, options):
+    """Return True for a field of a named tuple, whose generated docstring is its number. The signature shows it."""
+    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
 
 
 def hide_records(app, doctree):

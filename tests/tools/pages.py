@@ -25,6 +25,7 @@ ELSEWHERE = {
     "packages/ch-fsdp/README.md": "needs a device mesh: tests/programs/test_fsdp_examples.py",
     "docs/packages/ft.md": "needs a lighthouse: the tests of ch-ft",
     "packages/ch-ft/README.md": "needs a lighthouse: the tests of ch-ft",
+    "plugins/ch-outer/README.md": "an excerpt of docs/packages/outer.md",
     "plugins/ch-quant/README.md": "an excerpt of docs/packages/quant.md",
     "plugins/ch-sparse/README.md": "an excerpt of docs/packages/sparse.md",
 }

@@ -172,18 +172,18 @@ class Report:
         console.print(f"Sum of the runs' times: {self.seconds / 60:.1f} minutes, --jobs at a time")
 
     def markdown(self, picture: Path) -> str:
-        """Return the tables as Markdown, after the mark from which the docs include them."""
+        """Return the tables as Markdown, after a mark."""
         lines = ["<!-- tables -->", ""]
         for (task, kind), rows in self.panels.items():
             lines += [
-                f"### {self.titles(task, kind)}",
+                f"## {self.titles(task, kind)}",
                 "",
                 *_table(self.headings(task), [_marked(r) for r in rows]),
                 "",
             ]
         if self.panels:
-            lines += [f"### Worse than `{BASELINE}` with every seed", "", *(f"- {x}" for x in self.losing()), ""]
-            lines += ["### Left out", "", *(f"- `{hook}`: {why}" for hook, why in LEFT_OUT.items()), ""]
+            lines += [f"## Worse than `{BASELINE}` with every seed", "", *(f"- {x}" for x in self.losing()), ""]
+            lines += ["## Left out", "", *(f"- `{hook}`: {why}" for hook, why in LEFT_OUT.items()), ""]
         lines += [f"![{picture.stem}]({picture.name})", ""]
         return "\n".join(lines[:-1]) + "\n"
 
