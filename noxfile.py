@@ -349,7 +349,9 @@ def package_index(session: nox.Session) -> Iterator[list[str]]:
                 time.sleep(0.1)
             files = sorted(str(path) for path in (ROOT / "dist").iterdir())
             session.run("twine", "check", "--strict", *files)
-            session.run("twine", "upload", "--repository-url", address, "-u", "", "-p", "", "--disable-progress-bar", *files)
+            session.run(
+                "twine", "upload", "--repository-url", address, "-u", "", "-p", "", "--disable-progress-bar", *files
+            )
             yield ["--extra-index-url", f"{address}/simple/"]
         finally:
             server.terminate()
@@ -441,4 +443,6 @@ def compare(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation into docs/_build/html, with warnings as errors, and check it."""
     install(session, *PROJECTS, tools=[*TEST_TOOLS, *SITE_TOOLS])
-    session.run("python", "-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".", "tests/test_site.py", *session.posargs)
+    session.run(
+        "python", "-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".", "tests/test_site.py", *session.posargs
+    )

@@ -34,6 +34,7 @@ def setup(app):
     """Connect the handlers below."""
     app.connect("builder-inited", write_reference)
     app.connect("autodoc-process-docstring", qualify_roles)
+    app.connect("autodoc-process-signature", plain_defaults)
     app.connect("autodoc-skip-member", is_field_of_tuple)
     app.connect("doctree-read", hide_records)
     app.connect("source-read", front_page)
@@ -48,6 +49,11 @@ def qualify_roles(app, what, name, obj, options, lines):
     """Complete the targets of roles such as :class:`Engine`, which docstrings write without a module."""
     role = re.compile(r"(:(?:class|func|meth|attr|data):`~?)(?:ch_core\.|commhooks\.)?(\w+)(?=[.`])")
     lines[:] = [role.sub(lambda found: found[1] + full_name(found[2]), line) for line in lines]
+
+
+def plain_defaults(app, what, name, obj, options, signature, returns):
+    """Write the default of a dataclass's factory as an ellipsis, because Sphinx cannot parse `<factory>`."""
+    return (signature.replace("<factory>", "..."), returns) if signature else None
 
 
 def full_name(name):

@@ -82,7 +82,11 @@ def public_names(module: str) -> list[Name]:
         own = {key: value for key, value in vars(loaded).items() if inspect.isclass(value) or inspect.isfunction(value)}
         names = [key for key, value in own.items() if value.__module__ == module and not key.startswith("_")]
     found = ((name, getattr(loaded, name)) for name in names)
-    return [Name(module, name, value, home(module, name, value)) for name, value in found if not isinstance(value, ModuleType)]
+    return [
+        Name(module, name, value, home(module, name, value))
+        for name, value in found
+        if not isinstance(value, ModuleType)
+    ]
 
 
 @cache
@@ -93,7 +97,9 @@ def code_of_pages() -> dict[str, tuple[str, list[str]]]:
         text = path.read_text()
         blocks = BLOCK.findall(text)
         python = "\n".join(block for language, block in blocks if language in ("py", "python"))
-        spans = SPAN.findall(BLOCK.sub("", text)) + [block for language, block in blocks if language not in ("py", "python")]
+        spans = SPAN.findall(BLOCK.sub("", text)) + [
+            block for language, block in blocks if language not in ("py", "python")
+        ]
         found[path.relative_to(DOCS).with_suffix("").as_posix()] = python, spans
     return found
 
@@ -119,7 +125,9 @@ def definition(name: Name) -> tuple[str, str]:
     """Return the value and the docstring of a constant or an alias of a type, from the source of its module."""
     body = ast.parse(inspect.getsource(import_module(name.home))).body
     for node, after in zip(body, [*body[1:], None], strict=True):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
         if any(isinstance(target, ast.Name) and target.id == name.name for target in targets):
             told = after.value if isinstance(after, ast.Expr) else None
             text = told.value if isinstance(told, ast.Constant) and isinstance(told.value, str) else ""
@@ -134,7 +142,11 @@ def entry(name: Name) -> Iterator[str]:
     text = [f"{'Used' if used else 'Mentioned'} in {', '.join(pages)}."] if pages else []
     if inspect.isclass(name.value):
         kind = "exception" if issubclass(name.value, BaseException) else "class"
-        yield from (f".. auto{kind}:: {name}", "   :members:", *["   :show-inheritance:"] * (name.value.__bases__ != (object,)))
+        yield from (
+            f".. auto{kind}:: {name}",
+            "   :members:",
+            *["   :show-inheritance:"] * (name.value.__bases__ != (object,)),
+        )
     elif inspect.isroutine(name.value):
         yield f".. autofunction:: {name}"
     else:
@@ -159,7 +171,10 @@ def page(module: str, before: dict[tuple[str, str], Name]) -> str:
         if names:
             lines += [title, "-" * len(title), ""]
             if title == "Other names":
-                lines += ["No page uses these names. Most are types of arguments and results, or serve other packages.", ""]
+                lines += [
+                    "No page uses these names. Most are types of arguments and results, or serve other packages.",
+                    "",
+                ]
             for name in names:
                 lines += entry(name)
     if links:

@@ -76,5 +76,7 @@ def test_the_page_shows_its_ci(plugin: tuple[Path, dict[str, str]]) -> None:
 def test_its_ci_passes(plugin: tuple[Path, dict[str, str]]) -> None:
     folder, env = plugin
     for command, variables in steps(folder):
-        done = subprocess.run(["bash", "-c", command], cwd=folder, env=env | variables, capture_output=True, text=True, timeout=550)
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=folder, env=env | variables, capture_output=True, text=True, timeout=550
+        )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

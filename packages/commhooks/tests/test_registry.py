@@ -47,7 +47,7 @@ def test_a_name_of_ours_says_which_package_to_install(monkeypatch):
     """Run as in an environment with ch-core alone."""
     monkeypatch.setenv("COMMHOOKS_DISABLE", "ch-ddp,ch-powersgd")
     registry = commhooks.registry.registry.Registry()
-    with pytest.raises(UnknownHookError, match="comes with ch-ddp, not installed here: pip install ./packages/"):
+    with pytest.raises(UnknownHookError, match=r"comes with ch-ddp, not installed here: pip install \./packages/"):
         get("bf16_wrapper", registry=registry)
     with pytest.raises(UnknownHookError, match="did you mean 'powersgd'") as caught:
         get("powersdg", registry=registry)

@@ -25,6 +25,10 @@ class Wire:
     Attributes:
         dtype: ``torch.bfloat16`` or ``torch.float16``.
         rounding: ``"nearest"``, or ``"stochastic"`` (unbiased: E[round(x)] = x).
+
+    Example:
+        >>> Wire(torch.bfloat16).narrows(torch.float32)
+        True
     """
 
     dtype: torch.dtype

@@ -61,6 +61,12 @@ def spec(name: str, kind: str | None = None) -> HookSpec:
 
     Raises:
         UnknownHookError, AmbiguousHookError: as :func:`get`.
+
+    Example:
+        >>> register(HookSpec("mine", "ddp", "math:fsum", "an example"))
+        >>> spec("mine").summary
+        'an example'
+        >>> unregister("mine")
     """
     return REGISTRY.resolve(name, kind=kind)
 
@@ -87,6 +93,12 @@ def describe(name: str, kind: str | None = None) -> str:
     Raises:
         UnknownHookError, AmbiguousHookError: as :func:`get`.
         HookConfigError: the expression is malformed, or an option is unknown or out of range.
+
+    Example:
+        >>> register(HookSpec("mine", "ddp", "math:fsum", "an example"))
+        >>> describe("mine").splitlines()[0]
+        'mine (ddp): an example'
+        >>> unregister("mine")
     """
     levels = REGISTRY.levels(name, kind)
     if len(levels) == 1 and not levels[0][1]:
@@ -205,7 +217,12 @@ def why_not(
 
 
 def failures() -> list[PluginFailure]:
-    """Return the plugins that could not be used, each with phase, cause and traceback."""
+    """Return the plugins that could not be used, each with phase, cause and traceback.
+
+    Example:
+        >>> for failure in failures():  # prints nothing if all plugins load
+        ...     print(failure)
+    """
     return REGISTRY.failures()
 
 
