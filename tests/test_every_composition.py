@@ -219,7 +219,7 @@ def test_legal_compositions_are_made_and_others_are_refused() -> None:
     every = sorted({*SHARDED, *(expr for hook in HOOKS for expr in compositions(hook))})
     found = {expr: made(expr) is not None for expr in every}
     assert [expr for expr in every if found[expr] != legal(canonical(expr))] == []
-    assert 1000 < sum(found.values()) < len(every) - 1000
+    assert 900 < sum(found.values()) < len(every) - 900
 
 
 def legal_ones(hook: str) -> list[str]:

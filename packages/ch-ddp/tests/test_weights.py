@@ -252,3 +252,17 @@ def refusals(rank: int, world: int) -> None:
 
 def test_ranks_agree_on_weights_and_hooks_without_an_average_are_refused() -> None:
     spawn(refusals, 2, timeout=100)
+
+
+def synced_batches(rank: int, world: int) -> str:
+    model = replicate(nn.Sequential(nn.Linear(24, 8), nn.SyncBatchNorm(8)))
+    handle = commhooks.attach(model, "allreduce", weighted=True)
+    handle.weigh(ROWS[rank], of="sum")
+    with pytest.raises(HookNotSupportedError) as refused:
+        handle.weigh(ROWS[rank])
+    return str(refused.value)
+
+
+def test_means_are_refused_with_synchronised_batches() -> None:
+    """The gradient of each rank has parts of the losses of all ranks. torch synchronises batches on GPUs only."""
+    assert all("SyncBatchNorm" in text for text in spawn(synced_batches, 2, timeout=100))

@@ -55,6 +55,7 @@ def test_a_resume_from_inside_a_round_is_refused_and_names_the_last_step(tmp_pat
         .replace("            torch.save(saved", "            time.sleep(2); torch.save(saved")
     )
     text = text.replace("import os\n", "import os\nimport time\n").replace("        dist.barrier()\n", "")
+    text = text.replace("        os.kill(", "        dist.barrier()  # both have written step 6\n        os.kill(")
     given = {"outer": f"diloco(every=3, exchange={FEEDBACK})", "state": "state", "state_every": every}
     died = run(tmp_path, text, "--save", 4, "--kill", 7, check=False, **given)
     assert "the script saves after step 4, inside a round" in died.err and "after step 6, and every 3 steps" in died.err

@@ -109,6 +109,15 @@ def test_the_answer_names_a_hook_or_none_and_the_border() -> None:
     assert saved(border) >= 0.05 > saved(border * 1.02)
 
 
+def test_an_exact_hook_is_recommended_only_if_it_saves_time() -> None:
+    """With enough of the link, two levels take a little longer than plain averaging, and send more bytes inside the nodes."""
+    training = Training(imagined(7e9, torch.bfloat16, False), 0.9)
+    found = answer(Cluster(2, 8, 400e9, round_trip=2e-5), training, ["two_level(allreduce)", "quant4"])
+    plain, two_level, _ = found.lines
+    assert plain.seconds < two_level.seconds < plain.seconds * 1.03
+    assert found.recommended == "allreduce"
+
+
 def predicted(model: str, bits: float, hook: str, alone: float) -> float:
     shapes = [tuple(p.shape) for p in MODELS[model]()[0].parameters()][::-1]
     return line(Cluster(2, 1, bits), Training(in_buckets(shapes, torch.float32), alone), hook).seconds

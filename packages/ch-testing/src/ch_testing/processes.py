@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -159,7 +160,8 @@ class Ranks:
         """Send a signal to a rank that is still alive; ``SIGSTOP`` freezes it."""
         process = self._processes[rank]
         if process.exitcode is None and process.pid is not None:
-            os.kill(process.pid, number)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(process.pid, number)
 
     def pid(self, rank: int) -> int:
         """Return the process id of a rank."""

@@ -93,7 +93,7 @@ class CommHook:
             self.state = HookState()
         self.alone = False
         self.link: Link | None = None  # set by attach(link=)
-        self.weighted = False  # set by attach(weighted=)
+        self.weighted = self.syncs_batches = False  # set by attach(weighted=)
         self.agreement_timeout: float | None = None  # seconds; None if ranks are not compared
         self.model: Callable[[], torch.nn.Module | None] = _no_model  # a weak reference, set by attach
         self.rank_check: RankCheck | None = None  # set by attach(check_ranks_every=)
@@ -377,7 +377,8 @@ class CommHook:
                 `sum(g_r) / sum(n_r)`.
 
         Raises:
-            HookNotSupportedError: the hook was attached without `weighted=True`.
+            HookNotSupportedError: the hook was attached without `weighted=True`, or `of="mean"` for a model with SyncBatchNorm,
+                where the gradient of each rank has parts of the losses of all.
             HookConfigError: `n` is not one number, or `of` is unknown. An `n` that is negative, infinite or NaN, and a rank
                 that has not called, raise it from `backward()` on all ranks.
             AttachError: not attached.
@@ -400,6 +401,11 @@ class CommHook:
             raise HookNotSupportedError(
                 f"{self.expr} was attached without weighted=True, so all ranks count equally. Call attach(..., weighted=True) "
                 "on all ranks, or remove weigh()"
+            )
+        if self.syncs_batches and of == "mean":
+            raise HookNotSupportedError(
+                f"{self.expr}: a model with SyncBatchNorm needs weigh(n, of='sum') and a loss that is a sum, because the "
+                "gradient of each rank has parts of the losses of all ranks, which one weight cannot tell apart"
             )
         for weighing in weighings:
             weighing.add(n, of)

@@ -107,5 +107,19 @@ def local_sgd(optim: torch.optim.Optimizer, model: torch.nn.Module, **options: A
     """Local SGD (arXiv:1805.09767): the ranks average their parameters every eight steps.
 
     With a lossy exchange they average their moves since the last round. Arguments are those of :func:`diloco`.
+
+    Example:
+        >>> import torch
+        >>> from ch_core import simulate
+        >>> def body(rank):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.ones_(model.weight)
+        ...     inner = torch.optim.SGD(model.parameters(), lr=0.5)
+        ...     optimizer = local_sgd(inner, model, every=1, transport=rank.transport)
+        ...     model(torch.full((1, 1), 1.0 + rank.rank)).sum().backward()  # gradients of 1 and 2
+        ...     optimizer.step()
+        ...     return model.weight.item()
+        >>> simulate(2, body)
+        [0.25, 0.25]
     """
     return _preset("local_sgd", optim, model, options)

@@ -25,7 +25,7 @@ def run(*arguments: str, seconds: int = 100) -> dict[str, str]:
     """
     environment = {**os.environ, "RUST_LOG": "error", "OMP_NUM_THREADS": "1"}
     environment["COLUMNS"] = "300"  # in a narrow terminal pytest omits the reasons
-    options = ["-rA", "-q", "--no-header", "-c", os.devnull, "--import-mode=importlib"]
+    options = ["-rA", "-q", "--no-header", "--noconftest", "-c", os.devnull, "--import-mode=importlib"]
     command = [sys.executable, "-m", "pytest", "-p", "ch_testing.torchft.torchft_plugin", *options, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, cwd=HERE)
     if done.returncode not in (0, 1):  # 1: a test failed

@@ -128,6 +128,7 @@ def attach(
         if weighted:
             refuse_weights(handle, binding.layout)
             binding.weigh_ranks()
+            handle.syncs_batches = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
         _agree(model, handle, binding, options, check)
         if binding.watch is not None and (refusal := low_rank_refusal(handle, binding)) is not None:
             binding.watch.refuse(refusal)

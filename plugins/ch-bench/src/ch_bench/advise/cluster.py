@@ -356,10 +356,15 @@ class Answer:
 
 
 def recommended(lines: Sequence[Line]) -> tuple[Line, Line]:
-    """Return the line that the rule for measured steps recommends, and the fastest line of an exact hook."""
+    """Return the line that the rule for measured steps recommends, and the fastest line of an exact hook.
+
+    The first line is plain averaging, which stays unless another one saves more than 5 % of a step.
+    """
     steps = [Prediction(one.hook, one.seconds, one.left, 0.0, one.sent, one.lossy, one.leaving) for one in lines]
     chosen, exact, _ = (next(one for one in lines if one.hook == step.hook) for step in choose(steps))
-    return (exact if chosen.lossy and chosen.seconds > exact.seconds * (1 - WORTH) else chosen), exact
+    if chosen.lossy and chosen.seconds > exact.seconds * (1 - WORTH):
+        chosen = exact
+    return (lines[0] if chosen.seconds > lines[0].seconds * (1 - WORTH) else chosen), exact
 
 
 def answer(cluster: Cluster, training: Training, hooks: Sequence[str]) -> Answer:

@@ -255,7 +255,8 @@ def choose(predictions: Sequence[Prediction]) -> tuple[Prediction, Prediction, P
     exact = min((one for one in predictions if not one.lossy), key=lambda one: one.seconds)
     best = min(predictions, key=lambda one: one.seconds)
     near = [one for one in predictions if one.seconds <= best.seconds * (1 + ALIKE)]
-    return min(near, key=lambda one: (one.lossy, -one.sent)), exact, best  # more bytes mean less error
+    chosen = exact if exact in near else min(near, key=lambda one: -one.sent)  # more bytes mean less error
+    return chosen, exact, best
 
 
 def recorded_loss(hook: str) -> str:
