@@ -157,7 +157,7 @@ def entry(name: Name) -> Iterator[str]:
 
 
 def page(module: str, before: dict[tuple[str, str], Name]) -> str:
-    """Return the page of a module. `before` has the names of earlier pages, by definition, and gets those of this one."""
+    """Return the page of a module. `before` maps a definition to its name on an earlier page, and gets those of this page."""
     groups: dict[str, list[Name]] = {"Used in the documentation": [], "Other names": []}
     links = []
     for name in sorted(public_names(module), key=lambda each: each.name.lower()):

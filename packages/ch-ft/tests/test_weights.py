@@ -118,8 +118,10 @@ def test_a_wrong_weight_is_one_error_on_all_members_and_commits_nothing() -> Non
 
 def test_a_reducer_over_a_manager_takes_no_weights() -> None:
     def body(manager: SimulatedManager) -> None:
+        handle = commhooks.create(Plain())
         with pytest.raises(HookNotSupportedError, match="over a manager"):
-            Reducer(Plain(), {"w": torch.zeros(2)}, manager=manager, weighted=True)
+            Reducer(handle, {"w": torch.zeros(2)}, manager=manager, weighted=True)
+        assert not handle.attached
 
     with SimulatedCluster() as cluster:
         cluster.run({"a": body})

@@ -140,12 +140,9 @@ class Settings:
         from commhooks import why_unwritable
 
         rank = os.environ.get("RANK", "0")
+        report = self.report if rank == "0" and not self.live else ""  # rank 0 writes it, and its disk may be another
         for option, path, folder in (
-            (
-                "--report",
-                self.report if rank == "0" and not self.live else "",
-                False,
-            ),  # rank 0 writes it, and its disk may be another
+            ("--report", report, False),
             ("--state", self.state, True),
             ("--trace", self.trace, True),
         ):

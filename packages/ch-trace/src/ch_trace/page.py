@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ch_trace.critical_path import BACKWARD, KINDS, by_step
 from ch_trace.summary import COLUMNS, Summary
-from commhooks import HookConfigError, duration, size
+from commhooks import HookConfigError, duration
 
 _TICKS = 10  # of a microsecond, the unit of times in the page
 
@@ -99,10 +100,8 @@ The black line follows the critical path from rank to rank.</p>
 
 
 def _origin(written: TraceFile, one: Summary) -> str:
-    ranks = f"{len(one.ranks)} of {one.expected} ranks" if len(one.ranks) < one.expected else f"{one.expected} ranks"
-    clocks = "clocks not aligned" if one.clock_error is None else f"clocks aligned to {duration(one.clock_error)}"
     dropped = f"; the limit dropped the oldest {one.dropped} events" if one.dropped else ""
-    return f"{written.path.name}: {one.steps} steps on {ranks}, {clocks}{dropped}"
+    return f"{written.path.name}: {one.recorded}{dropped}"
 
 
 def _figures(one: Summary) -> list[tuple[str, str]]:
@@ -125,8 +124,7 @@ def _table(one: Summary) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("bucket", *COLUMNS, "parameters"))
     rows = []
     for row in one.buckets:
-        times = map(duration, (row.encode, row.wire, row.decode, row.exposed, row.critical))
-        cells = (f"{row.axis} {row.bucket}".strip(), size(row.sent_bytes), *times, row.parameters)
+        cells = (row.name, *row.cells, row.parameters)
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
@@ -162,9 +160,7 @@ def _data(trace: Mapping[str, Any]) -> dict[str, Any]:
             is_path = some[0]["cat"] == "critical"
             lanes[rank].append({"name": titles[rank, thread], "path": is_path, **lane})
     if len(engines := {title.partition(": ")[0] for title in titles.values() if ": " in title}) == 1:
-        for one in (
-            one for some in lanes.values() for one in some
-        ):  # a phone has no room for the name of the only engine
+        for one in chain.from_iterable(lanes.values()):  # a phone has no room for the name of the only engine
             one["name"] = one["name"].removeprefix(f"{next(iter(engines))}: ")
     return {
         "ranks": [{"title": ranks[rank], "lanes": some} for rank, some in lanes.items()],

@@ -49,6 +49,17 @@ class BucketRow:
     exposed: float
     critical: float = 0.0
 
+    @property
+    def name(self) -> str:
+        """Axis and label."""
+        return f"{self.axis} {self.bucket}".strip()
+
+    @property
+    def cells(self) -> list[str]:
+        """Bytes and times for people, under :data:`COLUMNS`."""
+        times = (self.encode, self.wire, self.decode, self.exposed, self.critical)
+        return [size(self.sent_bytes), *map(duration, times)]
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -94,6 +105,13 @@ class Summary:
     during: str = "backward"
     critical: Mapping[str, float] = field(default_factory=dict)
     advice: str = ""
+
+    @property
+    def recorded(self) -> str:
+        """Steps, ranks and clocks for people."""
+        ranks = f"{len(self.ranks)} of " if len(self.ranks) < self.expected else ""
+        clocks = "not aligned" if self.clock_error is None else f"aligned to {duration(self.clock_error)}"
+        return f"{self.steps} steps on {ranks}{self.expected} ranks, clocks {clocks}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -394,9 +412,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def _text(one: Summary) -> str:
     """Return lines of at most 80 characters. Parameters that do not fit behind their bucket stand below it."""
-    ranks = f"{len(one.ranks)} of {one.expected} ranks" if len(one.ranks) < one.expected else f"{one.expected} ranks"
-    error = "clocks not aligned" if one.clock_error is None else f"clocks aligned to {duration(one.clock_error)}"
-    lines = wrapped(f"trace of {one.hook}: {one.steps} steps on {ranks}, {error}").splitlines()
+    lines = wrapped(f"trace of {one.hook}: {one.recorded}").splitlines()
     if one.dropped:
         lines.append(f"the limit dropped the oldest {one.dropped} events")
     period = "a step" if one.during == "backward" else "a round"
@@ -413,9 +429,7 @@ def _text(one: Summary) -> str:
         lines.append(f"critical    {duration(total)}: {', '.join(shares)}")
     lines += ["", f"{'bucket':<12}" + "".join(f"{name:>9}" for name in COLUMNS) + "  parameters"]
     for row in one.buckets:
-        times = (row.encode, row.wire, row.decode, row.exposed, row.critical)
-        name = f"{row.axis} {row.bucket}".strip()
-        line = f"{name:<12}" + "".join(f"{cell:>9}" for cell in (size(row.sent_bytes), *map(duration, times)))
+        line = f"{row.name:<12}" + "".join(f"{cell:>9}" for cell in row.cells)
         if len(line) + 2 + len(row.parameters) <= WIDTH:
             lines.append(f"{line}  {row.parameters}")
         else:
@@ -456,8 +470,7 @@ def _advice(path: _Path, buckets: Sequence[BucketRow], late: tuple[int, float] |
     total, link, hook = sum(path.kinds.values()), path.kinds[LINK], path.kinds[HOOK]
     delay = late[1] if late is not None else 0.0
     first = max(buckets, key=lambda row: row.critical, default=None)
-    name = f"{first.axis} {first.bucket}".strip() if first is not None else ""
-    most = f"; bucket {name} has the most of it" if len(buckets) > 1 else ""
+    most = f"; bucket {first.name} has the most of it" if first is not None and len(buckets) > 1 else ""
 
     def share(seconds: float) -> str:
         return f"{seconds / total:.0%} of the critical path, on average {duration(seconds)} in a step"

@@ -94,9 +94,8 @@ class Fragment:
         # Rounding of 16-bit parameters: exact place minus parameter. Without it, the next pseudo-gradient would contain the
         # rounding, and a start that moves by less than the parameter's precision would never move.
         self._rounding: dict[str, torch.Tensor] = {}
-        self._weight: float | torch.Tensor | None = (
-            None  # of the inner steps since the last exchange, if rounds are weighted
-        )
+        # Of the inner steps since the last exchange, if rounds are weighted.
+        self._weight: float | torch.Tensor | None = None
         self.sent_weight: float | torch.Tensor | None = None  # of the exchange under way, or of the last one
         self._check = RankCheck(1, "raise")
         binding = reducer.handle.binding

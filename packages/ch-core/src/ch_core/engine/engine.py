@@ -413,9 +413,8 @@ class Engine:
         versions, self.messenger.device = self.state.versions, device
         reference = versions.next_reference or versions.reference
         if reference is None and self.transport.elastic:
-            reference = (
-                1.0  # a member that joins would not take part in a gather. The first step finds another reference
-            )
+            # A member that joins would not take part in a gather. The first step finds another reference.
+            reference = 1.0
         elif reference is None:
             reference = reference_for(self.gather(as_message(weight, device)).flatten().tolist())
         if reference is not None:

@@ -217,20 +217,16 @@ class Reducer:
             self._engine = Engine(self.handle.reduction, transport, state, timeout=timeout, status_last=True)
         self._binding = _ReducerBinding(self._engine, layout, self._buckets, group, axis)
         self.handle.bind(self._binding)
-        if weighted:
-            try:
+        try:
+            if weighted:
                 refuse_weights(self.handle, layout)
-            except BaseException:
-                self.handle.detach()
-                raise
-            self._binding.weigh_ranks()
-        if verify_ranks and axis is None:
-            self.handle.agreement_timeout = timeout
-            try:
+                self._binding.weigh_ranks()
+            if verify_ranks and axis is None:
+                self.handle.agreement_timeout = timeout
                 self._verify(facts or {})
-            except BaseException:
-                self.handle.detach()
-                raise
+        except BaseException:
+            self.handle.detach()
+            raise
 
     @property
     def rank(self) -> int:
