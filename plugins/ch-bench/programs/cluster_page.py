@@ -26,7 +26,7 @@ LINKS = {
     "25 Gbit/s": (25e9, 1e-4),
     "10 Gbit/s": (10e9, 1e-4),
     "1 Gbit/s": (1e9, 1e-4),
-    "100 Mbit/s, 0.08 s apart": (100e6, 0.08),
+    "100 Mbit/s, 80 ms round trip": (100e6, 0.08),
 }
 """Bits per second that a node sends, and seconds of a round trip."""
 
@@ -63,7 +63,7 @@ class Cell:
     Attributes:
         plain: a step of plain DDP.
         chosen: the recommended step.
-        outer: an outer optimizer and the seconds of its step; ``None`` if ``chosen`` is fast enough.
+        outer: an outer optimizer with its interval, and the seconds of its step; ``None`` if ``chosen`` is fast enough.
     """
 
     plain: Line
@@ -74,14 +74,14 @@ class Cell:
     def hooks(self) -> str:
         """What to try, without times."""
         hook = "none" if self.chosen is self.plain else f"`{self.chosen.hook}`"
-        return hook if self.outer is None else f"{hook}, or `{self.outer[0]}`"
+        return hook if self.outer is None else f"{hook}, or {self.outer[0]}"
 
     def __str__(self) -> str:
         made = f"{_bytes(self.plain.leaving)}, {_time(self.plain.seconds)}: "
         if self.chosen is self.plain:
             return f"{made}none"
         made += f"`{self.chosen.hook}` {_bytes(self.chosen.leaving)}, {_time(self.chosen.seconds)}"
-        return made if self.outer is None else f"{made}, or `{self.outer[0]}` {_time(self.outer[1])}"
+        return made if self.outer is None else f"{made}, or {self.outer[0]} {_time(self.outer[1])}"
 
 
 @cache
@@ -93,8 +93,10 @@ def cell(ranks: int, link: str, model: Model) -> Cell:
     lines = [line(cluster, training, hook) for hook in dict.fromkeys(hooks)]
     chosen, _ = recommended(lines)
     found = rounds(model.step, chosen.link, chosen.hook, chosen.seconds) if chosen.seconds > SLOW * model.step else None
-    outer = None if found is None else (f"{found.expression.partition('(')[0]}(every={found.every})", found.seconds)
-    return Cell(lines[0], chosen, outer)
+    if found is None:
+        return Cell(lines[0], chosen, None)
+    name, _, _ = found.expression.partition("(")
+    return Cell(lines[0], chosen, (f"`{name}` every {found.every} steps", found.seconds))
 
 
 def long_table(ranks: int) -> Iterator[str]:
