@@ -2,9 +2,9 @@
 
     sudo python -m programs.links.predicted [--record]
 
-On each link two ranks take steps with every hook, in one bucket and in four. Then `advise` probes the same link and predicts these
-steps for the same model, and the ranks take as many steps again. The speed of a machine drifts, so a prediction is compared with
-the median of the steps before and after its probe, and not with an older record.
+On each link two ranks take steps with every hook, in one bucket and in four. Then `advise` probes the same link and predicts
+these steps for the same model, and the ranks take as many steps again. The speed of a machine drifts, so a prediction is
+compared with the median of the steps before and after its probe, and not with an older record.
 """
 
 import argparse
