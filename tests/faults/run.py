@@ -140,15 +140,15 @@ def run_all(rows: list[str], sides: list[str], compressor: str, jobs: int) -> li
     return results
 
 
-def describe(result: dict[str, Any]) -> str:
-    """Describe the result in a few words."""
+def describe(result: dict[str, Any], *, messages: bool = True) -> str:
+    """Describe the result in a few words, with the messages of errors or with their types alone."""
     ranks = result["ranks"]
     parts: dict[str, list[str]] = {}
     for rank, one in ranks.items():
         text = one["text"]
         if one["outcome"] in ("error", "typed error"):
             kind, _, said = text.partition(": ")
-            text = kind if one["outcome"] == "typed error" else f"{kind}: {_short(said)}"
+            text = f"{kind}: {_short(said)}" if messages and one["outcome"] == "error" else kind
         notes = [*one["seen"]]
         parts.setdefault("; ".join([text, *notes]), []).append(str(rank))
     if len(parts) == 1:
@@ -173,12 +173,9 @@ LEGEND = (
     "- *hang*: the rank had not ended at the time limit, and the harness killed it.",
     "- *abort*, *segfault*: SIGABRT or SIGSEGV ended the process.",
     "",
-    "Notes follow the outcome:",
-    "",
-    "- *told after N s*: a peer was dead or frozen, and this rank's step raised the error N seconds after it began, or at once.",
-    "- *afterwards*: the next step after the error. It works, or raises the named error, at once if no seconds are given.",
-    "- *N hook(s) listed afterwards*: entries of DDP's list of registered hooks after the error.",
-    "- *left*: this rank is not in the model's group.",
+    "Notes follow the outcome. *told after N s* says when the step of a rank with a dead or frozen peer raised the error.",
+    "*afterwards* is the next step after the error: it works, or raises the named error. *N hook(s) listed* counts DDP's list",
+    "of registered hooks. *left* means that the rank is not in the model's group.",
 )
 
 
@@ -190,9 +187,9 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = [
         "# Faults and their outcomes",
         "",
-        "Made by `nox -s faults` from [measured/faults.json](measured/faults.json); do not edit. Every row is run",
-        "twice in separate processes on gloo, with PyTorch's hooks and with this project's.",
-        "`nox -s faults -- --row B7` runs one again.",
+        "This page shows what happens when something goes wrong, with PyTorch's hooks and with ours, in separate processes on",
+        "gloo. `nox -s faults` writes it, and `nox -s faults -- --row B7` runs some rows again. [The record](measured/faults.json)",
+        "has the messages of the errors.",
         "",
         *LEGEND,
         "",
@@ -212,11 +209,11 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def _cell(result: dict[str, Any]) -> str:
-    text = re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", describe(result)))
+    text = re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", describe(result, messages=False)))
     text = text.replace("told after 0.0 s", "told at once").replace(" after 0.0 s", "")
     text = text.replace("|", "\\|").replace("<", "&lt;")
-    plain = text.startswith("right") or not text
-    return f"**{result['outcome']}**" + ("" if plain and len(text) < 7 else f", {text}")
+    text = re.sub(r"^right\b:? ?", "", text)
+    return f"**{result['outcome']}**" + (f", {text}" if text else "")
 
 
 def _count(results: list[dict[str, Any]]) -> str:
