@@ -221,9 +221,10 @@ def test_every_record_has_its_line():
     assert all((DOCS / target).exists() for target in re.findall(r"\]\((\S+?)\)", said))
 
 
-def test_the_fault_table_is_the_page_of_its_record():
+def test_the_fault_table_and_page_are_those_of_their_record():
     code = (
-        "import json, run; assert run.table(json.loads(run.RECORD.read_text())) == run.TABLE.read_text()\n"
+        "import json, run; results = json.loads(run.RECORD.read_text())\n"
+        "assert run.table(results) == run.TABLE.read_text() and run.page(results) == run.PAGE.read_text()\n"
         "assert '\\x1b' not in run.TABLE.read_text()"
     )
     python("-c", code, cwd=ROOT / "tests" / "faults")
