@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,7 @@ def versions() -> dict[str, str]:
 def said(outcome: dict[str, Any]) -> str:
     word = outcome["outcome"]
     if word.startswith("raises"):
-        return f"**{word}**: {outcome['detail'].replace('|', '/')}"
+        return f"**{word}**: {textwrap.shorten(outcome['detail'].replace('|', '/'), 60, placeholder=' …')}"
     if word == "wrong":
         return f"**wrong**: {outcome['detail']}"
     bad = word.startswith(("aborts", "hangs"))
@@ -193,32 +194,33 @@ def page(data: dict[str, Any]) -> str:
     lines = [
         "# Comparison with PyTorch, Lightning and torchft",
         "",
-        "This page lists every public name of PyTorch's hook modules (DDP, FSDP, PowerSGD, post-local SGD, quantization), of",
-        "Lightning's distributed utilities and of torchft's `ddp` module, each with its counterpart here. One run tried both",
-        "sides with the same code, on two gloo processes on CPU, with three or more buckets (DDP) or units (FSDP1), each with a",
-        "time limit.",
+        "This page lists every public name of PyTorch's hook modules, of Lightning's distributed utilities and of torchft's `ddp`",
+        "module, with its counterpart here. Both ran the same code, on two gloo processes on CPU, with three or more buckets (DDP)",
+        "or units (FSDP1). No row ran on a GPU, and a name that fails on gloo may work on NCCL.",
         "",
-        "*works* means that all steps ran and both ranks ended with the same bits. The gradients are the exact average",
-        "within the method's rounding, and a hook that compresses did compress. *wrong* means that it ran with a fault, which",
-        "the cell names.",
-        "*gone* means that this version of their package has no such name any more. A hook that mixes up its messages may hang,",
-        "abort or raise from run to run. No row ran on a GPU. A name that fails on gloo may work on NCCL.",
+        "- *works*: all steps ran, both ranks ended with the same bits, gradients are the average within the method's rounding, and",
+        "  a hook that compresses did compress.",
+        "- *wrong*: it ran with a fault, which the cell names.",
+        "- *gone*: this version of the package has no such name any more.",
         "",
-        f"Of {len(both)} rows with a counterpart, {theirs} work there and {ours} here; gone there: {gone}.",
+        f"Of {len(both)} rows with a counterpart, {theirs} work there and {ours} here; gone there: {gone}. A hook that mixes up its",
+        "messages may hang, abort or raise from run to run.",
         "",
         f"torch {v['torch']}, Lightning {v['lightning']}, torchft {v['torchft']}, Python {v['python']}.",
-        "Written by `python tests/compatibility/run.py` from `docs/measured/compare.json`.",
+        "Written by `python tests/compatibility/run.py` from [the record](measured/compare.json), which has the whole messages.",
     ]
     today = {(row.module, row.name, row.part): row.ours for row in ROWS}  # a record may name a module that has moved
-    last = ""
+    last = reason = ""
     for r in rows:
         ours = today.get((r["module"], r["name"], r["part"]), r["ours"])
         if r["module"] != last:
-            last = r["module"]
+            last, reason = r["module"], ""
             lines += ["", f"## `{last}`", "", "| name | there | here | our name |", "|---|---|---|---|"]
         name = f"`{r['name']}`" + (f" ({r['part']})" if r["part"] else "")
         counterpart = f"`{ours.replace(':', '.')}`" if ours else ""
-        counterpart += ("; " if counterpart and r["reason"] else "") + r["reason"]
+        reason, before = r["reason"], reason
+        shown = "as above" if reason and reason == before else reason
+        counterpart += ("; " if counterpart and shown else "") + shown
         lines.append(f"| {name} | {said(r['theirs_outcome'])} | {said(r['our_outcome'])} | {counterpart} |")
     return "\n".join(lines) + "\n"
 

@@ -1,10 +1,10 @@
 """Run the fault table. Every row uses PyTorch's hooks and this project's, each in separate processes.
 
-    python tests/faults/run.py                    # all rows; writes docs/measured/faults.json and docs/faults.md
+    python tests/faults/run.py                    # all rows; writes the record in docs/measured, and docs/faults.md
     python tests/faults/run.py --row B7           # the rows of B7, printed, nothing written (--update writes)
     python tests/faults/run.py --row B3.1 --side ours
     python tests/faults/run.py --compressor quant4   # quant4 in the rows of PowerSGD, printed, nothing written
-    python tests/faults/run.py --table            # write the page again from its record
+    python tests/faults/run.py --table            # write table and page again from the record
 
 The outcomes, best first: right result; typed error (a CommHooksError, or the hook's own exception); error (any other
 error of torch); silent (a wrong result without an error); hang (until the harness killed it); abort and segfault.
@@ -43,7 +43,8 @@ TOPICS = {
     "B13": "two nodes of two ranks",
 }
 COMPRESSORS = ("powersgd", "quant4", "two_level")
-RECORD, TABLE = ROOT / "docs" / "measured" / "faults.json", ROOT / "docs" / "faults.md"
+RECORD, TABLE = (ROOT / "docs" / "measured" / f"faults.{kind}" for kind in ("json", "md"))
+PAGE = ROOT / "docs" / "faults.md"
 
 
 class Server:
@@ -163,16 +164,25 @@ def _short(said: str) -> str:
     return textwrap.shorten(said, MESSAGE, placeholder=" ...")
 
 
+HEAD = """\
+# Faults and their outcomes
+
+This page shows what happens when something goes wrong, with PyTorch's hooks and with ours. Each fault ran in separate processes
+on gloo. [Errors](errors.md) says what to do after each error.
+
+- *right*: the result of a run without the fault, at the latest in the next step, or the user's own Ctrl-C
+- *typed error*: a `CommHooksError`, or the exception that the hook itself raised
+- *error*: any other error
+- *silent*: a wrong result and no error
+- *hang*: the rank had not ended at the time limit
+- *abort*, *segfault*: SIGABRT or SIGSEGV ended the process
+
+A fault has the worst outcome of its ranks, with commhooks of the ranks that have a hook.
+
+| what goes wrong | PyTorch | commhooks |
+| --- | --- | --- |
+"""
 LEGEND = (
-    "The outcome of a row is the worst outcome of its ranks, with commhooks of the ranks that have a hook. From best to worst:",
-    "",
-    "- *right*: the result of a run without the fault, at the latest in the next step, or the user's own Ctrl-C.",
-    "- *typed error*: a `CommHooksError`, or the exception that the hook itself raised.",
-    "- *error*: any other error.",
-    "- *silent*: a wrong result and no error.",
-    "- *hang*: the rank had not ended at the time limit, and the harness killed it.",
-    "- *abort*, *segfault*: SIGABRT or SIGSEGV ended the process.",
-    "",
     "Notes follow the outcome:",
     "",
     "- *told after N s*: a peer was dead or frozen, and this rank's step raised the error N seconds after it began, or at once.",
@@ -182,23 +192,35 @@ LEGEND = (
 )
 
 
+def page(results: list[dict[str, Any]]) -> str:
+    """Return the page, with the number of each outcome by topic."""
+    lines = []
+    for topic in [*dict.fromkeys(_topic(r) for r in sorted(results, key=lambda r: _order(r["row"]))), ""]:
+        sides = ([r for r in results if r["side"] == side and topic in ("", _topic(r))] for side in ("torch", "ours"))
+        lines.append(f"| {TOPICS.get(topic, '**all**')} | {' | '.join(_count(side) for side in sides)} |")
+    last = "[The record](measured/faults.md) has every fault. `nox -s faults` runs them and writes this page."
+    return HEAD + "\n".join([*lines, "", last, ""])
+
+
+def _topic(result: dict[str, Any]) -> str:
+    name: str = result["row"]
+    return name.partition(".")[0]
+
+
 def table(results: list[dict[str, Any]]) -> str:
-    """Return the page."""
+    """Return the record's table of all rows."""
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     for result in results:
         rows.setdefault(result["row"], {})[result["side"]] = result
     lines = [
-        "# Faults and their outcomes",
+        "# Every fault",
         "",
-        "Made by `nox -s faults` from [measured/faults.json](measured/faults.json); do not edit. Every row is run",
-        "twice in separate processes on gloo, with PyTorch's hooks and with this project's.",
-        "`nox -s faults -- --row B7` runs one again.",
+        "Made by `nox -s faults` from [faults.json](faults.json); do not edit. Every row is run twice in separate processes on",
+        "gloo, with PyTorch's hooks and with this project's. `nox -s faults -- --row B7` runs one again. [Faults](../faults.md)",
+        "defines the outcomes.",
         "",
         *LEGEND,
-        "",
     ]
-    counts = {side: _count([r for r in results if r["side"] == side]) for side in ("torch", "ours")}
-    lines += [f"In all: PyTorch {counts['torch']}; commhooks {counts['ours']}."]
     topic = ""
     for name in sorted(rows, key=_order):
         both = rows[name]
@@ -240,13 +262,14 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=2, help="number of cases at a time")
     parser.add_argument(
-        "--update", action="store_true", help="put the chosen rows into the record, and write the table"
+        "--update", action="store_true", help="put the chosen rows into the record, and write table and page"
     )
-    parser.add_argument("--table", action="store_true", help="run no case, and write the page from its record")
+    parser.add_argument("--table", action="store_true", help="run no case, and write table and page from the record")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     if options.table:
         TABLE.write_text(table(json.loads(RECORD.read_text())))
+        PAGE.write_text(page(json.loads(RECORD.read_text())))
         return 0
     known = names(options.compressor)
     chosen = [n for n in known if not options.row or any(n == r or n.startswith(r + ".") for r in options.row)]
@@ -266,6 +289,7 @@ def main() -> int:
         path.write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
     if whole:
         TABLE.write_text(table(results))
+        PAGE.write_text(page(results))
     failed = [r["row"] for r in results if r["side"] == "ours" and r["outcome"] not in ("right", "typed error")]
     if failed:
         print(f"not as promised: {', '.join(failed)}", file=sys.stderr)

@@ -50,13 +50,14 @@ def test_a_fault_of_the_quantized_exchange_ends_as_promised(name: str) -> None:
 
 
 def test_the_record_has_enough_rows_and_ours_keep_the_promise() -> None:
-    """The table in docs/ comes from the record of a whole run."""
+    """Table and page in docs/ come from the record of a whole run."""
     results = json.loads(run.RECORD.read_text())
     rows = {result["row"] for result in results}
     assert len(rows) >= 30
     assert {(r, s) for r in rows for s in ("torch", "ours")} == {(r["row"], r["side"]) for r in results}
     assert [r["row"] for r in results if r["side"] == "ours" and r["outcome"] not in ("right", "typed error")] == []
     assert run.TABLE.read_text() == run.table(results)
+    assert run.PAGE.read_text() == run.page(results)
     names = subprocess.run([sys.executable, HERE / "run.py", "--help"], capture_output=True, text=True, timeout=60)
     assert "--row" in names.stdout
     assert not [r["row"] for r in results if any("/" + home in json.dumps(r) for home in ("home/", "root/"))]

@@ -2,7 +2,7 @@
 
     python tests/tools/versions.py                      # every suite; writes docs/measured/versions.json and docs/versions.md
     python tests/tools/versions.py --only ch-core       # some suites; the other rows stay unchanged
-    python tests/tools/versions.py --quick              # the quick set alone; its rows stand next to those of the whole suites
+    python tests/tools/versions.py --quick              # the quick set alone; its columns stand next to those of the whole suites
     python tests/tools/versions.py --failed             # repeat the failures of this torch, after a fix
     python tests/tools/versions.py --page               # only the page, from the record
 
@@ -29,20 +29,17 @@ MARKS = "not soak and not packaging and not campaign"
 LIMIT = 3600.0  # seconds per suite
 EXAMPLES = "docstring examples"
 NO_TEST = 5  # pytest's exit code
+QUICK = ", quick set"
 HEAD = """# Versions of torch
 
-Made by `nox -s versions` from [measured/versions.json](measured/versions.json); do not edit. The session installs each
-torch by name, and fails if it cannot. `newest` is the newest torch that the package index offers. The session is not part of CI,
-because all versions but that of the constraints file are CUDA builds (5.4 GB, run on CPU here). Rows with "quick set" come from
-`nox -s "versions(newest)" -- --quick`, which leaves out the slow tests and thus all of `tests/frameworks`. `docstring examples`
-are those of all packages.
+The packages require `torch>=2.10` and Python 3.11. On torch 2.10 FSDP2 lacks `set_reduce_scatter_unused_params`, so a step that
+leaves a parameter of a group without a gradient raises an error.
 
-The packages require `torch>=2.10` and Python 3.11, because support for Python 3.10 ended in October 2026 and torch 2.15 does not
-run on it. On torch 2.10 FSDP2 lacks `set_reduce_scatter_unused_params`, so a step that leaves a parameter of a group without a
-gradient raises an error.
+The table has the tests that passed, and in brackets those that were skipped, on Linux and a CPU. *quick set* leaves out the slow
+tests. [The record](measured/versions.json) has dates, commits and the reasons of skips. `nox -s versions` writes this page. The
+session is not part of CI, because it downloads gigabytes of CUDA builds. `nox -s "versions(newest)"` installs the newest torch
+that the package index offers.
 
-| torch | Python | tests of | passed | failed | skipped | when | commit |
-| --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -143,16 +140,27 @@ def rows() -> dict[str, dict[str, Any]]:
 
 
 def page(record: dict[str, dict[str, Any]]) -> str:
-    """Return the table, with every failure by name below it."""
-    lines, notes = [], []
-    for row in sorted(record.values(), key=lambda row: ([int(n) for n in row["torch"].split("+")[0].split(".")[:2]])):
-        lines.append(
-            f"| {row['torch']} | {row['python']} | {row['suite']} | {row.get('passed', 0)} | "
-            f"{row.get('problem') or row.get('failed', 0)} | {row.get('skipped', 0)} | {row['when']} | {row['commit']} |"
-        )
+    """Return a table with a row for each suite and a column for each torch, with every failure by name below it."""
+    ordered = sorted(record.values(), key=lambda row: [int(n) for n in row["torch"].split("+")[0].split(".")[:2]])
+    cells: dict[str, dict[str, str]] = {}
+    columns: dict[str, None] = {}  # in order
+    notes = []
+    for row in ordered:
+        suite, quick = row["suite"].removesuffix(QUICK), row["suite"].endswith(QUICK)
+        column = f"{row['torch']}, Python {row['python']}" + QUICK * quick
+        columns[column] = None
+        cells.setdefault(suite, {})[column] = _cell(row)
         notes += [f"- torch {row['torch']}: `{name}`" for name in row.get("failures", ())]
+    lines = [f"| tests of | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
+    for suite in sorted(cells, key=lambda suite: (suite.startswith("tests"), suite)):
+        lines.append(f"| {suite} | {' | '.join(cells[suite].get(column, '–') for column in columns)} |")
     text = HEAD + "\n".join(lines) + "\n"
     return text + ("\n## What failed\n\n" + "\n".join(notes) + "\n" if notes else "")
+
+
+def _cell(row: dict[str, Any]) -> str:
+    failed = row.get("problem") or (f"{row['failed']} failed" if row.get("failed") else "")
+    return f"{row.get('passed', 0)} ({row.get('skipped', 0)})" + (f", **{failed}**" if failed else "")
 
 
 def main() -> int:
@@ -168,7 +176,7 @@ def main() -> int:
     options = parser.parse_args()
     record, bad = rows(), False
     for name, arguments in () if options.page else suites().items():
-        label, marks = (f"{name}, quick set", f"{MARKS} and not full") if options.quick else (name, MARKS)
+        label, marks = (name + QUICK, f"{MARKS} and not full") if options.quick else (name, MARKS)
         key = f"{facts()['torch']} {label}"
         chosen, failures = options.only is None or name in options.only, record.get(key, {}).get("failures")
         if failures if options.failed else chosen:
