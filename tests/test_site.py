@@ -25,29 +25,13 @@ SIGNATURE = re.compile(r'<dt class="sig sig-object py" id="([\w.]+)">\n(.*?)</dt
 PARAMETER = '<em class="sig-param">'
 LONGEST = 88
 STILL_WIDE = {
-    "docs/accumulation.md",
     "docs/checkpointing.md",
-    "docs/choosing.md",
-    "docs/cluster.md",
-    "docs/compile.md",
     "docs/design.md",
     "docs/drift.md",
     "docs/errors.md",
     "docs/extension.md",
-    "docs/far_apart.md",
-    "docs/frameworks.md",
-    "docs/internet.md",
-    "docs/launch.md",
-    "docs/loops.md",
-    "docs/migrating.md",
-    "docs/naming.md",
-    "docs/network.md",
-    "docs/run.md",
-    "docs/several_nodes.md",
     "docs/telemetry.md",
     "docs/trace.md",
-    "docs/tutorial.md",
-    "docs/unequal.md",
 }
 """Pages with longer lines of code. Remove a page when its code fits, and add none."""
 
