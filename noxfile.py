@@ -303,7 +303,7 @@ def docs_install(session: nox.Session) -> None:
 def tutorial_commands() -> list[str]:
     """Return the lines of the tutorial's first block of shell commands."""
     _, block, *_ = (ROOT / "docs" / "tutorial.md").read_text().split("```\n")
-    return block.splitlines()
+    return block.replace("\\\n", "").splitlines()
 
 
 @nox.session

@@ -137,7 +137,7 @@ def documented_install(page: str = "docs/tutorial.md") -> list[str]:
     block = SHELL.search((ROOT / page).read_text())
     if block is None:
         raise SystemExit(f"{page} has no block of shell commands")
-    return [line for line in block[1].splitlines() if line]
+    return [line for line in block[1].replace("\\\n", "").splitlines() if line]
 
 
 def main() -> int:

@@ -3,8 +3,8 @@
     python -m programs.cost.codec [--seconds 15] [--record]
 
 One process encodes and decodes 10.5 M numbers chunk by chunk, as the exchange does, with one thread and with two. All rows take
-turns in a new random order each time. The fused kernels are FBGEMM's for rows of embeddings, in torch. They have another
-format, in which zero is no level.
+turns in a new random order each time. The fused kernels are FBGEMM's for rows of embeddings, in torch. No hook uses
+them, because zero is no level of their format, so that unused rows of an embedding would move. They also lose NaN and Inf.
 """
 
 import argparse
