@@ -145,22 +145,22 @@ class FarTransport(ProcessGroupTransport):
             raise HookNotSupportedError(
                 "link= changes how tensors of a CPU travel over gloo, and this group has no gloo"
             )
-        self.link: Link | None = link
+        self.link: Link = link
         self._halfway: deque[weakref.ref[_ScatterThenGather]] = deque()  # in the order of their starts
-        self._parts: list[FarTransport] = []  # transports among some of the ranks
 
     @property
     def exchanged(self) -> int:
-        """Exchanges started over this group and its parts, by all who send over them."""
-        mine = _POSTED.get(self.group)
-        return (mine.started if mine is not None else 0) + sum(part.exchanged for part in self._parts)
+        """Exchanges among all ranks of this group that any transport has started.
+
+        Those among peers do not count. Their number depends on the place of a rank, which may own no parameter.
+        """
+        mine: PostedReceives | None = _POSTED.get(self.group)
+        return 0 if mine is None else mine.started
 
     def among(self, group: dist.ProcessGroup, scope: Scope) -> ProcessGroupTransport:
-        if self.link is None or scope == "node":  # ranks of a node are near
+        if scope == "node":  # its ranks are near
             return super().among(group, scope)
-        made = FarTransport(group, self.link, WHERE[scope])
-        self._parts.append(made)
-        return made
+        return FarTransport(group, self.link, WHERE[scope])
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         if not self._direct(input.nbytes, output):
