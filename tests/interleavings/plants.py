@@ -237,13 +237,13 @@ PLANTS = [
     ),
     Plant(
         "the status is sent before the last decoding",
-        replaced(Engine, "_may_send_status_before_drain", before_the_last_decoding),
+        replaced(Engine, "_may_send_status_in_drain", before_the_last_decoding),
         Scenario("one_stage", raises=(0, 1, 1, 1)),
         "disagree on the outcome",
     ),
     Plant(
         "an early status although callbacks follow",
-        replaced(Engine, "_may_send_status_before_drain", despite_callbacks),
+        replaced(Engine, "_may_send_status_in_drain", despite_callbacks),
         Scenario("plain", callback=True, callback_raises=(0, 1)),
         "disagree on the outcome",
     ),

@@ -9,15 +9,25 @@ import torch
 from ch_core import (
     AllReduce,
     Bucket,
+    BucketLayout,
+    CpuTuning,
     Engine,
     EngineGroup,
+    Gathered,
+    GatherEngine,
+    HookState,
     HookTimeoutError,
+    Link,
     Plain,
     Reduction,
     RemoteHookError,
+    ShardLayout,
     SimulatedGroup,
     SimulatedRank,
     SimulatedTransport,
+    Stages,
+    StepContext,
+    Weights,
     simulate,
 )
 
@@ -119,3 +129,29 @@ def test_steps_are_common_to_the_axes_and_bytes_add_up() -> None:
     assert (stats["shard_payload_bytes"], stats["replicate_payload_bytes"]) == (64.0, 64.0)
     assert stats["payload_bytes"] == 128.0
     assert (stats["shard_rounds"], stats["replicate_rounds"], stats["rounds"]) == (2.0, 2.0, 4.0)
+
+
+class FailsToDecode(Plain):
+    """Raises on the chosen rank when it has gathered weights."""
+
+    def __init__(self, here: bool) -> None:
+        self.here = here
+
+    def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
+        yield from super().gather_weights(weights, ctx)
+        if self.here and not weights.storage.is_meta:
+            raise ArithmeticError("broken code")
+
+
+def test_an_error_in_a_gather_that_the_end_of_the_step_decodes_is_told_to_far_ranks_at_once() -> None:
+    """The engines of other axes end their steps next, on all ranks or on none."""
+
+    def body(rank: SimulatedRank) -> str:
+        treatment = Gathered(FailsToDecode(rank.rank == 1))
+        far = CpuTuning.over(Link.parse("far"))
+        engine = GatherEngine(treatment, rank.transport, HookState(), timeout=30.0, tuning=far)
+        cut = ShardLayout.of(BucketLayout.of_shapes({"w": (4, 2)}), 2)
+        engine.launch(treatment.gather_bucket(cut, torch.ones(8)))
+        return type(EngineGroup({"gather": engine}).finish()).__name__
+
+    assert simulate(2, body) == [RemoteHookError.__name__, ArithmeticError.__name__]

@@ -1,5 +1,6 @@
 """Ranks that are far apart: receives posted ahead, and a status that travels with the last messages."""
 
+import gc
 import os
 import random
 import signal
@@ -28,6 +29,7 @@ from ch_core import (
     TransportError,
     simulate,
 )
+from ch_core.transport.base import Work
 from ch_core.transport.far import PostedReceives
 from ch_testing import spawn
 from tests.seed import SEED
@@ -119,6 +121,47 @@ def second_halves(rank: int, world: int) -> list[str]:
 def test_all_reduces_in_flight_together_take_two_halves_of_a_round_trip() -> None:
     """The first wait starts the second half of all of them."""
     assert spawn(second_halves, 3, timeout=100) == [["all-gather"] * 3] * 3
+
+
+def drops_exchanges(rank: int, world: int) -> list[int]:
+    transport, numbers = FarTransport(None, FAR), torch.ones(300_000)
+
+    def start() -> Work:
+        return transport.all_gather(torch.empty(world * numbers.numel()), numbers)
+
+    def messages() -> int:
+        gc.collect()
+        return sum(type(one) is torch.Tensor and one.shape == (numbers.nbytes,) for one in gc.get_objects())
+
+    start().wait(30.0)
+    found = [messages()]
+    for _ in range(5):
+        start()
+    found.append(messages())
+    start().wait(30.0)
+    return [*found, messages()]
+
+
+@pytest.mark.gloo
+def test_an_exchange_ends_the_memory_of_dropped_ones_before_it() -> None:
+    assert spawn(drops_exchanges, 2, timeout=100) == [[1, 10, 1]] * 2  # the next receive, and both ways of five
+
+
+def ends_first(rank: int, world: int) -> list[float]:
+    transport, gathered = FarTransport(None, FAR), torch.empty(world)
+    works = [transport.all_gather(gathered, torch.full((1,), float(rank))) for _ in range(3)]
+    if rank == 1:
+        time.sleep(1.0)  # rank 0 has ended
+    for work in works:
+        work.wait(20.0)
+    dist.destroy_process_group()  # without the barrier at the end of a test
+    return gathered.tolist()
+
+
+@pytest.mark.gloo
+def test_a_rank_that_has_ended_breaks_no_exchange_that_has_arrived() -> None:
+    """The next receive from it cannot be posted."""
+    assert spawn(ends_first, 2, timeout=100) == [[0.0, 1.0]] * 2
 
 
 def lose(rank: int, world: int, frozen: bool) -> str:

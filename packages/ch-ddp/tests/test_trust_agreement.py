@@ -98,7 +98,7 @@ def test_a_rank_that_waits_alone_says_so_once(rank: int, monkeypatch, caplog) ->
     with pytest.raises(commhooks.HookTimeoutError):
         exchange(b"mine")
     [record] = caplog.records
-    assert f"rank {rank} waits in attach() or load_state_dict() for rank {1 - rank}" in record.getMessage()
+    assert f"rank {rank} waits in attach(), load_state_dict() or move() for rank {1 - rank}" in record.getMessage()
 
 
 def test_ranks_that_meet_say_nothing(caplog) -> None:

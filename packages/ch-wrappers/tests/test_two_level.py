@@ -1,13 +1,15 @@
-"""Two levels over simulated ranks: equal bits, conservation, ownership of state, failures and other topologies."""
+"""Two levels, mostly over simulated ranks: equal bits, conservation, ownership of state, failures and other topologies."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import commhooks
 from ch_core import SimulatedGroup, SimulatedRank, simulate
+from ch_testing import spawn
 from ch_testing.conservation import mean_residuals, unaccounted
 from ch_testing.simulated_ranks import SimulatedRanks, Step, split
 from ch_wrappers.node_partition import Piece, partition
@@ -550,3 +552,30 @@ def test_one_rank_per_node_is_the_flat_hook() -> None:
 
 def test_the_plain_hook_needs_no_levels() -> None:
     assert not Plain().levels
+
+
+# -- real groups
+
+
+def rounds(rank: int, world: int, link: str | None, groups: int) -> list[float]:
+    """Average a matrix, which place 0 owns, and a vector, which place 1 owns. Rank 3 may be in more groups than the others."""
+    for _ in range(groups if rank == 3 else 0):
+        dist.new_group([3], use_local_synchronization=True)
+    hook = "two_level(powersgd(rank=1, start_iter=0), nodes=2)"
+    mine = {"w": torch.full((64, 64), float(rank)), "b": torch.full((4000,), float(rank))}
+    reducer = commhooks.Reducer(hook, mine, link=link, timeout=15.0)
+    return [tensor.mean().item() for _ in range(2) for tensor in reducer.average(mine).values()]
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("link", "groups"),
+    [
+        pytest.param("far", 0, id="one place sends fewer messages to far nodes"),
+        pytest.param(None, 1, id="one rank is in more groups"),
+    ],
+)
+def test_ranks_that_differ_average_together(link: str | None, groups: int) -> None:
+    for averages in spawn(rounds, 4, link, groups, timeout=60, group_timeout=20.0):
+        assert averages == pytest.approx([1.5] * 4, rel=1e-3)

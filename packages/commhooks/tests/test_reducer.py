@@ -307,7 +307,8 @@ def dropped_rounds(rank: int, world: int, hook: str, how: str) -> list[int]:
     """Drop a round on all ranks, then average other numbers. Rank 1 is late in the dropped one. Return the wrong rounds."""
     store = dist.distributed_c10d._get_default_store()
     groups, wrong = [dist.new_group(list(range(world))) for _ in range(4)], []
-    reducer = Reducer(hook, {"w": torch.zeros(MANY)}, process_group=groups.pop())
+    # In a move that compares ranks, rank 0 would wait for rank 1.
+    reducer = Reducer(hook, {"w": torch.zeros(MANY)}, process_group=groups.pop(), verify_ranks=how == "abandon")
     view = reducer.tensors["w"][:7]
     for turn in range(3):
         if rank == 1:
@@ -331,6 +332,29 @@ def dropped_rounds(rank: int, world: int, hook: str, how: str) -> list[int]:
 @pytest.mark.parametrize("hook", ["allreduce", pytest.param("bf16_compress", marks=pytest.mark.full)])
 def test_a_dropped_round_writes_nothing_into_the_next_one(hook: str, how: str) -> None:
     assert spawn(dropped_rounds, 2, hook, how) == [[], []]
+
+
+def newcomer(rank: int, world: int, other: dict[str, Any]) -> str:
+    """Move to a group with a rank that has been alone, and has other options. Return the error."""
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    options = {"hook": "quant4", "link": "far", "tensors": {"w": torch.zeros(8)}, **(other if rank else {})}
+    reducer = Reducer(process_group=alone, **options)
+    reducer.average()  # ranks may differ in their steps
+    with pytest.raises(RankMismatchError) as raised:
+        reducer.move(dist.group.WORLD)
+    reducer.average()  # nothing has changed
+    return str(raised.value)
+
+
+@pytest.mark.cpu("link= is for CPUs over gloo")
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [({"link": None}, "link: 200mbit,80ms"), ({"hook": "quant8"}, "quant8"), ({"tensors": {"v": torch.zeros(8)}}, "v")],
+    ids=["link", "hook", "tensors"],
+)
+def test_a_move_compares_the_ranks_of_the_new_group(other: dict[str, Any], named: str) -> None:
+    assert all(named in text for text in spawn(newcomer, 2, other))
 
 
 def late_peer(rank: int, world: int, hook: str) -> bool:

@@ -32,16 +32,29 @@ def test_a_slower_cell_is_marked_and_compared_with_the_earlier_installation() ->
     assert lines[3].startswith("| `torch fp16` | 1 | 200 (200–200) | 1.00 (1.00–1.00) |")
 
 
+def run(*words: str) -> str:
+    words = (sys.executable, "-m", "programs.links.far", "--buckets", "4", *words)
+    folder = Path(far.__file__).parents[2]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=140, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.full
 @pytest.mark.timeout(150)
 @pytest.mark.skipif(bool(REASON), reason=REASON or "runs")
 def test_two_installations_take_turns_over_a_link() -> None:
-    words = [sys.executable, "-m", "programs.links.far", "--link", "100mbit,10ms", "--blocks", "2", "--buckets", "4"]
-    words += ["--hooks", "quant4", "--before", sys.executable]
-    folder = Path(far.__file__).parents[2]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=140, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "| `quant4` | 4 |" in done.stdout or "not measured" in done.stdout  # on a machine too busy for the line
+    shown = run("--link", "100mbit,10ms", "--blocks", "2", "--hooks", "quant4", "--before", sys.executable)
+    assert "| `quant4` | 4 |" in shown or "not measured" in shown  # on a machine too busy for the line
+
+
+@pytest.mark.full
+@pytest.mark.timeout(150)
+@pytest.mark.skipif(bool(REASON), reason=REASON or "runs")
+def test_round_trips_are_counted_in_a_trace() -> None:
+    """An average in one stage takes half a round trip, and PowerSGD's two stages take one."""
+    shown = run("--link", "100mbit,80ms", "--count", "--hooks", "quant4", "powersgd(rank=4)")
+    assert "| `quant4` | 4 | 0.5 |\n| `powersgd(rank=4)` | 4 | 1.0 |" in shown, shown
 
 
 @pytest.mark.full

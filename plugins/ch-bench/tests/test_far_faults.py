@@ -1,5 +1,6 @@
 """Training over a bad line: loss, jitter and cuts delay it and change no bit, or every rank raises a typed error in time."""
 
+import atexit
 import hashlib
 import threading
 import time
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import ch_core
 import commhooks
 from ch_bench.links import netns
 from ch_bench.links.link import Link
@@ -107,3 +109,31 @@ def test_a_cut_above_the_deadline_is_a_typed_error_on_every_rank(tmp_path: Path,
     for what, seconds in outcomes(tmp_path, LINK, hook, cut=60.0, deadline=4.0):
         assert what.startswith("HookTimeoutError: "), what
         assert seconds < 12.0  # the deadline, and again as long for what the ranks tell each other
+
+
+def ends_first(rank: int, world: int, folder: str) -> list[float]:
+    """Gather short messages and a long one. Rank 0 ends as soon as it can, and rank 1 reads message by message."""
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    transport = ch_core.FarTransport(None, ch_core.Link.parse(LINK))
+
+    def gather(numel: int) -> tuple[torch.Tensor, ch_core.Work]:
+        output = torch.empty(world * numel)
+        return output, transport.all_gather(output, torch.full((numel,), float(rank)))
+
+    for _ in range(3):  # TCP's window grows
+        gather(500_000)[1].wait(30.0)
+    if rank == 0:
+        time.sleep(3.0)  # the messages of rank 1 have arrived
+    started = [*(gather(8) for _ in range(20)), gather(500_000)]
+    for _, work in started:
+        work.wait(30.0)
+        time.sleep(0.1 if rank else 0.0)  # rank 1 posts its next receives while the long message travels, for 1.6 s
+    atexit._run_exitfuncs()  # as a process does that ends by itself
+    return started[-1][0][::500_000].tolist()
+
+
+@pytest.mark.timeout(100)
+def test_a_rank_that_ends_first_cuts_no_message_on_the_way(tmp_path: Path) -> None:
+    with netns.Network(2, "10mbit,80ms") as net:
+        assert spawn(ends_first, 2, str(tmp_path), timeout=80, group=False, enter=net.enter) == [[0.0, 1.0]] * 2

@@ -73,3 +73,17 @@ def test_a_parameter_that_thaws_after_a_move_is_exchanged_in_the_new_group() -> 
     first, *others = spawn(thawed_after_a_move, 3, timeout=100)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def joins_with_another_schedule(rank: int, world: int) -> str:
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    model = make()
+    optimizer = OuterOptimizer(adam(model), model, Schedule(every=2 + rank), ranks=FixedRanks(alone))
+    with pytest.raises(RankMismatchError) as raised:
+        optimizer.move(dist.group.WORLD)
+    return str(raised.value)
+
+
+def test_a_newcomer_with_another_schedule_is_refused_on_all_ranks() -> None:
+    texts: list[Any] = spawn(joins_with_another_schedule, 2, timeout=100)
+    assert all("every=2" in text and "every=3" in text for text in texts), texts

@@ -119,4 +119,5 @@ from ch_core.transport.process_group import ProcessGroupWork as ProcessGroupWork
 from ch_core.transport.process_group import gather_pieces as gather_pieces
 from ch_core.transport.process_group import group_timeout as group_timeout
 from ch_core.transport.process_group import refuse_lost as refuse_lost
+from ch_core.transport.process_group import sub_group as sub_group
 from ch_core.typing import GradBucket as GradBucket

@@ -57,7 +57,7 @@ def agree(subject: str, fields: Fingerprint, gather: Gather, *, expression: str 
     if len({row[0] for row in everyone}) > 1:
         raise RankMismatchError(
             f"ranks are executing different calls (this rank: {subject}). Every rank of the group has to make the "
-            "same attach() and load_state_dict() calls, in the same order"
+            "same attach(), load_state_dict() and move() calls, in the same order"
         )
     differing = [name for i, name in enumerate(names) if len({row[i + 1] for row in everyone}) > 1]
     if not differing:
@@ -240,7 +240,7 @@ class StoreExchange:
         """Name the awaited rank once. A rank that never makes this call would otherwise cost minutes of silence."""
         self._told = True
         log.warning(
-            "rank %d waits in attach() or load_state_dict() for rank %s. Every rank must make this call (limit %g s)",
+            "rank %d waits in attach(), load_state_dict() or move() for rank %s. Every rank must make this call (limit %g s)",
             self.rank,
             "0, which collects the answers of all ranks" if source == "all" else source,
             self._timeout,
@@ -249,5 +249,5 @@ class StoreExchange:
     def _absent(self, ranks: list[int]) -> CommHooksError:
         return HookTimeoutError(
             f"ranks {_ranges(ranks)} did not take part in the agreement within {self._timeout:g} s. Every rank of the "
-            "group has to make the same attach() and load_state_dict() calls, in the same order"
+            "group has to make the same attach(), load_state_dict() and move() calls, in the same order"
         )

@@ -64,4 +64,4 @@ def _written(value: float, units: dict[str, float]) -> str:
         key=units.__getitem__,
         default=min(units, key=units.__getitem__),
     )
-    return f"{value / units[unit]:g}{unit}"
+    return f"{value / units[unit]:.12g}{unit}"  # ranks compare these words

@@ -29,6 +29,17 @@ def rows_of_model(model: torch.nn.Module, binding: Binding) -> Rows:
     return [(name, shape, dtype + (", frozen" if name in frozen else "")) for name, shape, dtype in rows_of(params)]
 
 
+def _lasting(handle: "CommHook", rows: Rows) -> dict[str, list[str]]:
+    """Return the fields in which all ranks must agree, and which no step changes."""
+    return {
+        "hook": handle.identity,
+        "parameter names": [name for name, _, _ in rows],
+        "parameter shapes": [f"{name}: {shape}" for name, shape, _ in rows],
+        "parameter dtypes": [f"{name}: {dtype}" for name, _, dtype in rows],
+        "torch": [torch.__version__],
+    }
+
+
 def fingerprint(handle: "CommHook", rows: Rows, *, watched: bool = False) -> dict[str, list[str]]:
     """Return the fields in which all ranks of a handle's group must agree.
 
@@ -40,11 +51,7 @@ def fingerprint(handle: "CommHook", rows: Rows, *, watched: bool = False) -> dic
     binding = _binding(handle)
     engine = binding.engine
     fields: dict[str, list[str]] = {
-        "hook": handle.identity,
-        "parameter names": [name for name, _, _ in rows],
-        "parameter shapes": [f"{name}: {shape}" for name, shape, _ in rows],
-        "parameter dtypes": [f"{name}: {dtype}" for name, _, dtype in rows],
-        "torch": [torch.__version__],
+        **_lasting(handle, rows),
         "optimizer or scaler given": [str(watched)],
         "world size": [""],
         "step": [""],
@@ -85,6 +92,19 @@ def verify(
         return
     fields = {**fingerprint(handle, rows, watched=watched), **(facts or {})}
     agree(handle.expr, fields, StoreExchange(group, timeout), expression=handle.expr)
+
+
+def verify_move(
+    handle: "CommHook", rows: Rows, group: dist.ProcessGroup, timeout: float, facts: Fingerprint | None = None
+) -> None:
+    """Compare the ranks of another group before a handle moves to it. Their steps and states may still differ.
+
+    Raises:
+        RankMismatchError: on every rank, if ranks differ.
+        HookTimeoutError: a rank is missing.
+    """
+    fields = {**_lasting(handle, rows), **(facts or {})}
+    agree(f"a move of {handle.expr}", fields, StoreExchange(group, timeout), expression=handle.expr)
 
 
 def verify_state(

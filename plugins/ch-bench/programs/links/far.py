@@ -3,6 +3,7 @@
     sudo python -m programs.links.far --link 200mbit,80ms --ranks 2
     sudo python -m programs.links.far --link 200mbit,0.4ms,200mbit,80ms --blocks 20 [--record]
     sudo python -m programs.links.far --link 200mbit,0.4ms --before OLD_VENV/bin/python
+    sudo python -m programs.links.far --link 200mbit,80ms --count [--record]
 
 Each rank is in a network namespace of its own. The model has 1.05 M parameters in one bucket or four, and a backward that only
 hands over gradients, so the time is the hook's. Two installations of commhooks take turns if ``--before`` names the Python of
@@ -15,9 +16,14 @@ which torch's fp16 hook is faster. PyTorch's PowerSGD has one bucket, because it
 
 *Round trips* compare links of the same rate in one run: the difference of a step's time, divided by the difference of the round
 trip. What TCP itself waits for is included.
+
+``--count`` counts them in traces of three steps instead of taking times: half of the messages in the longest chain of a step, in
+which each one was sent after the one before it had arrived. A trace sees each message of ``attach(link=)``. It sees no message
+inside a collective of gloo, so PyTorch's hooks are left out.
 """
 
 import argparse
+import json
 import os
 import random
 import sys
@@ -25,6 +31,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 from ch_bench import record
 from ch_bench.installation import Installation
@@ -38,6 +45,9 @@ WARM_UP = 8  # steps: DDP rebuilds its buckets, PyTorch's PowerSGD begins after 
 STEPS = 3  # of a cell in a block
 Cell = tuple[int, str]  # buckets, hook
 Times = dict[Cell, list[float]]  # seconds of each block
+Sent = tuple[
+    float, float, int
+]  # begin and arrival of a collective on one rank, and the messages in it one after another
 
 
 def start(python: str, net: netns.Network, folder: Path, name: str, link: str) -> Installation:
@@ -88,6 +98,55 @@ def measure(
     return found, about
 
 
+def count(link: Link, ranks: int, cells: Sequence[Cell]) -> dict[Cell, float]:
+    """Return the round trips of a step, counted in a trace."""
+    found = {}
+    with netns.Network(ranks, link) as net, tempfile.TemporaryDirectory() as folder:
+        net.verify()
+        running, file = start(sys.executable, net, Path(folder), "store", link.told or ""), Path(folder, "trace.json")
+        try:
+            for cell in cells:
+                for _ in range(WARM_UP):
+                    step(running, cell)
+                running.ask(f"{cell[0]} {cell[1]}\t{file}")
+                found[cell] = max(map(longest_chain, steps_of(json.loads(file.read_text())))) / 2
+        finally:
+            running.close()
+    return found
+
+
+def steps_of(trace: Mapping[str, Any]) -> list[list[list[Sent]]]:
+    """Return the collectives of each step by rank, in the order of their begins."""
+    steps: dict[int, dict[int, list[Sent]]] = {}
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "message":
+            begun, args = event["ts"], event["args"]
+            # Between far ranks an all-reduce is a reduce-scatter and then an all-gather. Others are one message to each peer.
+            sent = begun, begun + event["dur"], 2 if args["collective"] == "all_reduce" else 1
+            steps.setdefault(args["step"], {}).setdefault(event["pid"], []).append(sent)
+    return [[sorted(ranks[rank]) for rank in sorted(ranks)] for ranks in steps.values()]
+
+
+def longest_chain(ranks: Sequence[Sequence[Sent]]) -> int:
+    """Return the number of messages in the longest chain of a step in which each was sent after the one before it had arrived.
+
+    >>> longest_chain([[(0.0, 5.0, 1), (1.0, 6.0, 1)], [(0.0, 5.0, 1), (2.0, 7.0, 1)]])
+    1
+    >>> longest_chain([[(0.0, 5.0, 1), (6.0, 9.0, 1)], [(0.0, 5.0, 1), (2.0, 10.0, 1)]])
+    2
+    """
+    lengths: list[list[int]] = []  # of the chain that ends with each collective, by the rank that sends
+    for number in range(len(ranks[0])):
+        row = []
+        for rank, mine in enumerate(ranks):
+            begun, _, messages = mine[number]
+            arrived = [lengths[i] for i in range(number) if mine[i][1] <= begun]
+            before = [length for each in arrived for peer, length in enumerate(each) if peer != rank]
+            row.append(messages + max(before, default=0))
+        lengths.append(row)
+    return max(max(row) for row in lengths)
+
+
 def times_table(found: Sequence[Times]) -> str:
     """Return times and ratios to torch's fp16 hook of the last installation, and ratios to an earlier one."""
     heads, rows = ["hook", "buckets", "ms", "of torch fp16"], []
@@ -122,6 +181,13 @@ def trips_table(found: Mapping[Link, Times]) -> str:
     return record.markdown_table(["hook", "buckets", *heads], rows) if pairs else ""
 
 
+def counts_table(found: Mapping[Link, Mapping[Cell, float]]) -> str:
+    """Return the counted round trips by hook and number of buckets."""
+    cells = next(iter(found.values()))
+    rows = [[f"`{hook}`", str(n), *(f"{found[link][n, hook]:.1f}" for link in found)] for n, hook in cells]
+    return record.markdown_table(["hook", "buckets", *(link.text for link in found)], rows)
+
+
 def spread(values: Sequence[float], scale: float, form: str) -> str:
     """Return the median and the quartiles.
 
@@ -141,6 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--hooks", nargs="+", default=HOOKS, metavar="EXPR")
     parser.add_argument("--blocks", type=int, default=20)
     parser.add_argument("--before", metavar="PYTHON", help="Python of another installation to compare with")
+    parser.add_argument("--count", action="store_true", help="count round trips in traces, and take no times")
     parser.add_argument("--seed", type=int, default=1, help="of the order")
     parser.add_argument("--record", action="store_true", help="write sections of docs/measured/far.md")
     args = parser.parse_args(argv)
@@ -152,6 +219,21 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--blocks and --ranks must be at least 2")
     if reason := netns.why_not(*links):
         print(f"skipped: {reason}", file=sys.stderr)
+        return 0
+
+    def show(title: str, body: str) -> None:
+        print(f"## {title}\n\n{body}\n", flush=True)
+        if args.record:
+            record.write("far", title, record.command("programs.links.far", argv), body)
+
+    if args.count:
+        if not all(link.told for link in links):
+            parser.error("--count needs links on which ranks are far apart")
+        cells = [(n, hook) for n in args.buckets for hook in args.hooks if not hook.startswith("torch ")]
+        show(
+            f"Round trips in a step, counted, {args.ranks} ranks",
+            counts_table({link: count(link, args.ranks, cells) for link in links}),
+        )
         return 0
     hooks = list(dict.fromkeys([*args.hooks, BASE]))
     cells = [(n, hook) for n in args.buckets for hook in hooks if n == 1 or "torch PowerSGD" not in hook]
@@ -165,16 +247,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{title}: not measured, {error}\n", flush=True)
             continue
         last[link] = found[-1]
-        body = f"{about}; {args.blocks} blocks\n\n{times_table(found)}"
-        print(f"## {title}\n\n{body}\n", flush=True)
-        if args.record:
-            record.write("far", title, record.command("programs.links.far", argv), body)
+        show(title, f"{about}; {args.blocks} blocks\n\n{times_table(found)}")
     if trips := trips_table(last) if last else "":
-        print(f"## Round trips in a step, {args.ranks} ranks\n\n{trips}")
-        if args.record:
-            record.write(
-                "far", f"Round trips in a step, {args.ranks} ranks", record.command("programs.links.far", argv), trips
-            )
+        show(f"Round trips in a step, {args.ranks} ranks", trips)
     return 0
 
 

@@ -126,9 +126,14 @@ class SharedModel:
         return len(self.fragments) - 1
 
     def move(self, process_group: dist.ProcessGroup) -> None:
-        """Average over another group of ranks from now on, also parameters that thaw later."""
+        """Average over another group of ranks from now on, also parameters that thaw later.
+
+        Raises:
+            RankMismatchError: ranks have other schedules, or another number of reducers, which they would exchange in turn.
+        """
+        facts = {"outer step": self.facts["outer step"][:1], "exchanges": [str(len(self.reducers))]}
         for reducer in self.reducers:
-            reducer.move(process_group)
+            reducer.move(process_group, facts=facts)
         self._where |= {"process_group": process_group, "transport": None}
 
     @property

@@ -243,11 +243,9 @@ class Engine:
             self._local(self.resolve_before_next_step)
         if outside is not None:
             step.outcome.fail(outside, ENCODE)
-        early, far = self._may_send_status_before_drain(), self._may_send_status_in_drain()
+        in_drain = self._may_send_status_in_drain()
         try:
-            if early:
-                self._send_status()
-            self._drain(then_status=far and not early)
+            self._drain(then_status=in_drain)
             if self.sampler.recordings and self.in_step:
                 # Before the status is received. Once it has arrived, the sample must be complete.
                 self._local(partial(self.sampler.finish, self.reduction, self.state), DECODE)
@@ -259,9 +257,9 @@ class Engine:
                 if not weights.early:
                     weights.divide(step.submitted)
                 self.counters.weigh(weights.values)
-            # Not needed after an early status, because a rank that failed has sent NaN as its last message. With a callback it
-            # is too late, because the callback has used the averages.
-            if not early and self._on_reduced is None:
+            # Not needed after a status in the drain, because a rank that failed has sent NaN as its last message. With a callback
+            # it is too late, because the callback has used the averages.
+            if not in_drain and self._on_reduced is None:
                 step.outcome.write_nan(step.submitted)
             self.commits.finish(step.outcome, participated=step.participating, elastic=self.transport.elastic)
             self._untold = self._untold or step.outcome.unsent
@@ -569,24 +567,19 @@ class Engine:
 
     # -- the end of a step
 
-    def _may_send_status_before_drain(self) -> bool:
+    def _may_send_status_in_drain(self) -> bool:
         """True if the status can travel with the last messages, which saves one latency per step.
 
-        Code that runs after the status must not raise, because the status could not report the error. In elastic groups an
-        extra pending message would keep a dead group alive.
+        Code that runs after the status must not raise, because the status could not report the error. Between far ranks it
+        may. This rank then raises at once, and the status of every later step tells the others. All ranks must hold the same
+        reduced numbers, because each one decides alone if they are finite. In elastic groups an extra pending message would
+        keep a dead group alive.
         """
-        if not self.reduction.delivers or self._on_reduced is not None or self.transport.elastic:
+        if self._on_reduced is not None or self.transport.elastic:
             return False
-        return all(run.due is None for run in self.step.in_flight)
-
-    def _may_send_status_in_drain(self) -> bool:
-        """True if ranks are far apart, and the status can travel with the last messages although code runs after them.
-
-        If this code raises, this rank raises at once, and the status of every later step tells the others. All ranks must hold
-        the same reduced numbers, because each one decides alone if they are finite.
-        """
-        near = self.messenger.tuning.link is None or self.messenger.device.type != "cpu"
-        if near or self._status_last or self._on_reduced is not None:
+        if self.reduction.delivers:
+            return True
+        if self.messenger.tuning.link is None or self.messenger.device.type != "cpu" or self._status_last:
             return False
         plans = [run.plan.plan for run in self.step.in_flight]
         requests = [request for plan in plans for stage in plan for request in stage]

@@ -58,6 +58,10 @@ class GatherEngine(Engine):
             self._lose(error)
         self.counters.hook_seconds += time.perf_counter() - begun
 
+    def _may_send_status_in_drain(self) -> bool:
+        """False, because the engines of other axes end their steps after this one, so all ranks must know of its errors."""
+        return False
+
     def abandon(self) -> None:
         """Keep the step. An exception in a forward or backward ends no gather, and there is no state to restore."""
         if self.failure is not None:

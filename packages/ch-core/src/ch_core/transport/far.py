@@ -5,10 +5,12 @@ from rank to rank. On a link of 80 ms an all-reduce of three numbers takes 160 m
 So every rank sends to every other one directly, and posts the next receive of a length as soon as it has read the last one.
 """
 
+import os
 import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -27,15 +29,11 @@ _LONGEST = (1 << 31) - 1  # bytes of a message, because its length is its tag
 # Bytes of messages for which a further receive is posted. The next one of this length may follow at once, as PowerSGD's second
 # message does, and a receive that is posted only then takes half a round trip to be known.
 _WITH_SPARE = 1 << 20
+_END, _PATIENCE = 0, 5.0  # tag of the last message to a peer, and seconds that the end of this rank waits for it
 
 
-class _Receive:
-    """A posted receive into memory of the library."""
-
-    __slots__ = ("buffer", "work")
-
-    def __init__(self, group: dist.ProcessGroup, peer: int, buffer: torch.Tensor) -> None:
-        self.buffer, self.work = buffer, group.recv([buffer], peer, buffer.numel())
+Receives = dict[int, tuple[torch.Tensor, dist.Work]]
+"""Posted receives of one message from each other rank: memory of the library, and the work that fills it."""
 
 
 class _Exchange:
@@ -45,8 +43,8 @@ class _Exchange:
         self,
         posted: "PostedReceives",
         what: str,
-        receives: dict[int, _Receive],
-        sends: list[tuple[dist.Work, torch.Tensor]],
+        receives: Receives,
+        sends: list[dist.Work],
         read: Callable[[dict[int, torch.Tensor]], None],
     ) -> None:
         self.receives = receives
@@ -56,14 +54,14 @@ class _Exchange:
         """See :meth:`.Work.wait`."""
         begun = time.monotonic()
         try:
-            for work in [*(one.work for one in self.receives.values()), *(work for work, _ in self._sends)]:
+            for work in [*(work for _, work in self.receives.values()), *self._sends]:
                 if timeout is None:
                     work.wait()
                 else:
                     work.wait(timedelta(seconds=max(begun + timeout - time.monotonic(), 0.001)))
         except RuntimeError as error:
             raise loss_of(self._what, begun, timeout, error) from error
-        self._read({peer: one.buffer for peer, one in self.receives.items()})
+        self._read({peer: buffer for peer, (buffer, _) in self.receives.items()})
         self._posted.end(self)
 
     def is_completed(self) -> bool:
@@ -79,15 +77,24 @@ class PostedReceives:
 
     Args:
         group: in which nobody else sends.
+
+    Attributes:
+        started: number of exchanges.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._rank, self._world_size = group, group.rank(), group.size()
-        # (peer, length) -> receives that no exchange has taken yet, in the order of posting
-        self._ready: defaultdict[tuple[int, int], deque[_Receive]] = defaultdict(deque)
-        # Dropped exchanges stay here. gloo never ends a message whose memory is gone, nor any message after it.
-        self._running: set[_Exchange] = set()
-        self.started = 0  # exchanges
+    def __init__(self, group: Any) -> None:  # torch's stub lacks send and recv
+        rank, world = group.rank(), group.size()
+        # Begin with the next rank, or all ranks would send to rank 0 first.
+        self._group, self._peers = group, [(rank + step) % world for step in range(1, world)]
+        # length of a message -> receives that no exchange has taken yet, in the order of posting
+        self._ready: defaultdict[int, deque[Receives]] = defaultdict(deque)
+        # length -> exchanges in the order of their starts. Dropped ones stay here until a later one of this length has ended,
+        # and so all before it. gloo never ends a message whose memory is gone, nor any message after it.
+        self._running: defaultdict[int, deque[_Exchange]] = defaultdict(deque)
+        self.started = 0
+        byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        self._left = [group.send([byte], peer, _END) for peer in self._peers]  # for the end of each peer
+        weakref.finalize(self, _wait_until_read, group, self._peers, os.getpid())
 
     def exchange(
         self, what: str, parts: Sequence[torch.Tensor], read: Callable[[dict[int, torch.Tensor]], None]
@@ -99,29 +106,54 @@ class PostedReceives:
             parts: contiguous CPU tensors of equal length, one for each rank. They must not change before the work ends.
             read: copies the received bytes, by rank. The work calls it in ``wait``.
         """
-        # Begin with the next rank, or all ranks would send to rank 0 first.
-        peers = [(self._rank + step) % self._world_size for step in range(1, self._world_size)]
-        receives = {peer: self._take(peer, parts[peer].nbytes) for peer in peers}
-        sends = []
-        for peer in peers:
-            flat = parts[peer].view(-1).view(torch.uint8)
-            sends.append((self._group.send([flat], peer, flat.numel()), flat))
-        made = _Exchange(self, what, receives, sends, read)
-        self._running.add(made)
+        nbytes = parts[0].nbytes
+        ready = self._ready[nbytes]
+        while len(ready) < (2 if nbytes <= _WITH_SPARE else 1):
+            ready.append(
+                self._post({peer: torch.empty(nbytes, dtype=torch.uint8, device="cpu") for peer in self._peers})
+            )
+        sent = {peer: parts[peer].view(-1).view(torch.uint8) for peer in self._peers}
+        sends = [self._group.send([flat], peer, nbytes) for peer, flat in sent.items()]
+        made = _Exchange(self, what, ready.popleft(), sends, read)
+        self._running[nbytes].append(made)
         self.started += 1
         return made
 
-    def _take(self, peer: int, nbytes: int) -> _Receive:
-        ready = self._ready[peer, nbytes]
-        while len(ready) < (2 if nbytes <= _WITH_SPARE else 1):
-            ready.append(_Receive(self._group, peer, torch.empty(nbytes, dtype=torch.uint8, device="cpu")))
-        return ready.popleft()
-
     def end(self, exchange: _Exchange) -> None:
         """Post the receives of an exchange for the next one of this length, now that their bytes have been read."""
-        self._running.discard(exchange)
-        for peer, receive in exchange.receives.items():
-            self._ready[peer, receive.buffer.numel()].append(_Receive(self._group, peer, receive.buffer))
+        buffers = {peer: buffer for peer, (buffer, _) in exchange.receives.items()}
+        nbytes = next(iter(buffers.values())).numel()
+        running = self._running[nbytes]
+        if exchange in running:  # otherwise a later one has ended before
+            while running.popleft() is not exchange:
+                pass
+        with suppress(RuntimeError):  # a peer has ended after its last exchange, which was this one
+            self._ready[nbytes].append(self._post(buffers))
+
+    def _post(self, buffers: dict[int, torch.Tensor]) -> Receives:
+        return {peer: (buffer, self._group.recv([buffer], peer, buffer.numel())) for peer, buffer in buffers.items()}
+
+
+def _wait_until_read(group: Any, peers: Sequence[int], process: int) -> None:
+    """Return when the peers have read all bytes of this rank, or have ended. Its connections may then close.
+
+    A closed connection drops what is on the way to a slower peer. The peer need not call anything: gloo's thread there reads
+    what arrived before the question, and then sends the byte that the peer has left for it.
+
+    Args:
+        group: of the messages.
+        peers: all other ranks.
+        process: that has sent the messages. A fork of it has no thread for an answer.
+    """
+    if os.getpid() != process:
+        return
+    ends, asked = time.monotonic() + _PATIENCE, []
+    for peer in peers:
+        with suppress(RuntimeError):
+            asked.append(group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _END))
+    for work in asked:
+        with suppress(RuntimeError):
+            work.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
 
 
 class FarTransport(ProcessGroupTransport):
@@ -145,22 +177,22 @@ class FarTransport(ProcessGroupTransport):
             raise HookNotSupportedError(
                 "link= changes how tensors of a CPU travel over gloo, and this group has no gloo"
             )
-        self.link: Link | None = link
+        self.link: Link = link
         self._halfway: deque[weakref.ref[_ScatterThenGather]] = deque()  # in the order of their starts
-        self._parts: list[FarTransport] = []  # transports among some of the ranks
 
     @property
     def exchanged(self) -> int:
-        """Exchanges started over this group and its parts, by all who send over them."""
-        mine = _POSTED.get(self.group)
-        return (mine.started if mine is not None else 0) + sum(part.exchanged for part in self._parts)
+        """Exchanges among all ranks of this group that any transport has started.
+
+        Those among peers do not count. Their number depends on the place of a rank, which may own no parameter.
+        """
+        mine: PostedReceives | None = _POSTED.get(self.group)
+        return 0 if mine is None else mine.started
 
     def among(self, group: dist.ProcessGroup, scope: Scope) -> ProcessGroupTransport:
-        if self.link is None or scope == "node":  # ranks of a node are near
+        if scope == "node":  # its ranks are near
             return super().among(group, scope)
-        made = FarTransport(group, self.link, WHERE[scope])
-        self._parts.append(made)
-        return made
+        return FarTransport(group, self.link, WHERE[scope])
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         if not self._direct(input.nbytes, output):
@@ -286,6 +318,5 @@ def _posted(group: dist.ProcessGroup) -> PostedReceives:
     if found is None:
         store = PrefixStore("commhooks/direct messages", _get_process_group_store(group))
         limit = timedelta(seconds=group_timeout(group))
-        own: Any = dist.ProcessGroupGloo(store, group.rank(), group.size(), limit)  # torch's stub lacks send and recv
-        found = _POSTED[group] = PostedReceives(own)
+        found = _POSTED[group] = PostedReceives(dist.ProcessGroupGloo(store, group.rank(), group.size(), limit))
     return found

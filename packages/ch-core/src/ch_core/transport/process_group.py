@@ -1,5 +1,6 @@
 """Collectives over a ``torch.distributed`` process group, and a register of groups that must not be used again."""
 
+import hashlib
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import _get_process_group_store, _world
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ch_core.agreement import StoreExchange
@@ -22,6 +24,8 @@ from ch_core.transport.base import SeveralWorks, Work
 # torch 2.13 renames the flat collectives and warns about the old names at every call.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+# Private, as `new_group` takes no name.
+_OPEN_GROUP: Any = dist.distributed_c10d._new_process_group_helper
 
 
 WHERE: dict[Scope, str] = {"node": "inside the node", "peers": "between the nodes"}
@@ -121,7 +125,6 @@ class ProcessGroupTransport:
         self.free = free and self._gloo
         self.topology: Topology | None = None
         self._where = f" {where}" if where else ""
-        self._free = free
         self._inside = where == WHERE["node"]
         # None stands for this transport. A reference to itself would keep the group until a garbage collection.
         self._scoped: dict[Scope, ProcessGroupTransport | None] = {"all": None}
@@ -191,14 +194,13 @@ class ProcessGroupTransport:
             self.topology = Topology.given(1 if nodes is None else nodes, 1)
         else:
             self.topology = learn(nodes, self.world_size, StoreExchange(self.group, wait))
-        groups = _sub_groups(self.group, self.topology, self.rank)
-        for scope in WHERE:
-            group = groups[scope]
+        for scope in WHERE:  # every rank opens its node's group first, so that no two ranks wait for each other
+            group = sub_group(self.group, self.topology.members(self.rank, scope), WHERE[scope])
             self._scoped[scope] = None if group is self.group else self.among(group, scope)
 
     def among(self, group: dist.ProcessGroup, scope: Scope) -> "ProcessGroupTransport":
         """Return a transport over the ranks of a scope, which form a group."""
-        return ProcessGroupTransport(group, free=self._free, where=WHERE[scope])
+        return ProcessGroupTransport(group, free=self.free, where=WHERE[scope])
 
     def scoped(self, scope: Scope) -> "ProcessGroupTransport":
         """Return the transport among the ranks of a scope. Only ``"all"`` works without :meth:`open_levels`."""
@@ -221,34 +223,41 @@ class ProcessGroupTransport:
         return ProcessGroupWork(work, what, *tensors)
 
 
-_SUB_GROUPS = WeakIdKeyDictionary()  # process group -> {topology: {scope: group}}
+_SUB_GROUPS = WeakIdKeyDictionary()  # process group -> {(members, purpose): group}
 
 
-def _sub_groups(group: dist.ProcessGroup, topology: Topology, rank: int) -> dict[Scope, dist.ProcessGroup]:
-    """Return the groups of this rank's node and peers, opened at the first call. A scope of all ranks is the group itself.
+def sub_group(group: dist.ProcessGroup, members: tuple[int, ...], purpose: str) -> dist.ProcessGroup:
+    """Return the group of some ranks, opened at the first call. Only its members need to make this call.
 
-    Every rank opens the node's group first, so that no two ranks wait for each other. A rank without company in a scope
-    gets a separate group.
+    ``dist.new_group`` would name it by the number of groups that a rank is in. Ranks in different numbers of groups would then
+    wait for each other under different names.
+
+    Args:
+        group: the whole group, which is returned if all of its ranks are members.
+        members: ranks in ``group``, in ascending order. This rank is one of them.
+        purpose: the same members may meet in one group for each purpose.
     """
-    kept = _SUB_GROUPS.setdefault(group, {})
-    if topology not in kept:
-        made: dict[Scope, dist.ProcessGroup] = {}
-        ranks = dist.get_process_group_ranks(group)
-        for scope in WHERE:
-            members = topology.members(rank, scope)
-            if len(members) == topology.world_size:
-                made[scope] = group
-                continue
-            made[scope] = dist.new_group(
-                [ranks[member] for member in members],
-                timeout=timedelta(seconds=group_timeout(group)),
-                backend=dist.get_backend_config(group),
-                use_local_synchronization=True,
-                group_desc=f"commhooks {WHERE[scope]}",
-            )
-        kept[topology] = made
-    found: dict[Scope, dist.ProcessGroup] = kept[topology]
-    return found
+    if len(members) == group.size():
+        return group
+    kept: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = _SUB_GROUPS.setdefault(group, {})
+    if (members, purpose) not in kept:
+        ranks = [dist.get_process_group_ranks(group)[member] for member in members]
+        places = {rank: place for place, rank in enumerate(ranks)}
+        name = f"{group.group_name}/{purpose}/" + hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
+        made, _ = _OPEN_GROUP(
+            len(ranks),
+            places[dist.get_rank()],
+            ranks,
+            dist.Backend(dist.get_backend_config(group)),
+            _get_process_group_store(group),
+            name,
+            timeout=timedelta(seconds=group_timeout(group)),
+            device_id=group.bound_device_id,
+            group_desc=f"commhooks {purpose}",
+        )
+        _world.pg_group_ranks[made] = places
+        kept[members, purpose] = made
+    return kept[members, purpose]
 
 
 def _by_gloo(group: dist.ProcessGroup | None) -> bool:

@@ -6,14 +6,14 @@ import socket
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from ch_core import StoreExchange
+from ch_core import StoreExchange, sub_group
 from commhooks import HookConfigError
 
 Group = dist.ProcessGroup
 
 
 def part_of(group: Group | None, size: int, what: str) -> Group:
-    """Return the group of ``size`` consecutive ranks of ``group`` that includes this rank, a new group unless it is ``group``.
+    """Return the group of ``size`` consecutive ranks of ``group`` that includes this rank.
 
     Only members of a part wait for each other, so ranks outside ``group`` need not take part.
 
@@ -28,15 +28,10 @@ def part_of(group: Group | None, size: int, what: str) -> Group:
     whole = group if group is not None else dist.group.WORLD
     if whole is None:
         raise HookConfigError(f"{what}: there is no process group to divide; call init_process_group(...) first")
-    ranks = dist.get_process_group_ranks(whole)
-    if size < 1 or len(ranks) % size:
-        raise HookConfigError(f"{what}: {len(ranks)} ranks cannot be divided into groups of {size}")
-    if size == len(ranks):
-        return whole
+    if size < 1 or whole.size() % size:
+        raise HookConfigError(f"{what}: {whole.size()} ranks cannot be divided into groups of {size}")
     first = dist.get_rank(whole) // size * size
-    made = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
-    assert isinstance(made, Group)  # noqa: S101 - this rank is a member
-    return made
+    return sub_group(whole, tuple(range(first, first + size)), "local SGD")
 
 
 def ranks_per_machine(group: Group | None) -> int:

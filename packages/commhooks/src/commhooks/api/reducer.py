@@ -26,7 +26,7 @@ from commhooks.adapters.base import Binding
 from commhooks.adapters.managed import ManagedAxis, manager_adapter
 from commhooks.adapters.options import AttachOptions
 from commhooks.api.create import as_handle
-from commhooks.fingerprint import fingerprint, rows_of, verify
+from commhooks.fingerprint import fingerprint, rows_of, verify, verify_move
 from commhooks.handle import CommHook, refuse_weights
 
 
@@ -333,20 +333,30 @@ class Reducer:
         """Load the result of :meth:`state_dict`, on every rank. See :meth:`.CommHook.load_state_dict`."""
         self.handle.load_state_dict(state, world_change=world_change)
 
-    def move(self, process_group: dist.ProcessGroup) -> None:
+    def move(self, process_group: dist.ProcessGroup, *, facts: Mapping[str, Sequence[str]] | None = None) -> None:
         """Switch to another group of ranks, after a loss or a join. Every rank of the new group must make this call.
 
         It drops the average in flight, as :meth:`abandon` does. Each rank keeps its state, whose shared fields may now differ:
         load one state with :meth:`load_state_dict` on all ranks before the next round.
 
+        Args:
+            process_group: the new group.
+            facts: further lines by name that must be equal on its ranks.
+
         Raises:
             HookConfigError: over a manager, which changes its ranks itself.
+            RankMismatchError: ranks have another hook, link or other tensors, and nothing has changed. `verify_ranks=False`
+                turns this comparison off.
+            HookTimeoutError: a rank does not make this call.
         """
         if self._binding.axis is not None:
             raise HookConfigError(
                 "this reducer is over a manager, which adds and removes members itself: there is no move()"
             )
         refuse_lost(process_group)
+        if self.handle.agreement_timeout is not None:
+            # Not this reducer's timeout: after a loss, survivors may arrive one such deadline apart.
+            verify_move(self.handle, rows_of(self.tensors.items()), process_group, group_timeout(process_group), facts)
         self.abandon()
         self._engine.move(transport_over(process_group, self._engine.transport.link, free=True))
         self._binding.group = process_group
