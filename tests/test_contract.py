@@ -7,12 +7,12 @@ it runs three checks on gloo processes. The full set runs the whole contract of 
 import pytest
 
 import commhooks
-from ch_testing import FlatHookContract, HookContract
+from ch_testing import HookContract
 from commhooks import canonical
 from commhooks.registry.expression import nodes
 
 STEPS = {"topk": 50, "randomk": 50}  # steps until most of a gradient has been sent
-NOISE = {"quant": 0.5, "quant4": 0.2}  # in one step with 3 and 4 bits, without feedback
+NOISE = {"quant": 0.2, "quant4": 0.2}  # in one step with 4 bits, without feedback
 
 
 def hooks() -> list[str]:
@@ -83,19 +83,12 @@ for _expr in [*HOOKS, *sorted(PAIRS)]:
     for _class in contracts(_expr):
         globals()[_class.__name__] = _class
 
-for _spec in commhooks.list_hooks(kind="fsdp"):
-    _name = f"TestFlat_{_spec.provider}_{_spec.name}".replace("-", "_")
-    globals()[_name] = type(_name, (FlatHookContract,), {"hook": _spec.id, "__module__": __name__})
-
 
 def test_no_hook_is_left_out():
     assert set(METHODS) <= set(HOOKS)
     tested = {(kind, node["hook"]) for e in HOOKS for node in nodes(canonical(e)) for kind in _kinds(node)}
-    flat = {spec.id for spec in commhooks.list_hooks(kind="fsdp")}
-    under_test = {c.hook for c in globals().values() if isinstance(c, type) and getattr(c, "hook", None)}
     listed = {(spec.kind, spec.name) for spec in commhooks.list_hooks() if spec.kind not in ("fsdp", "outer")}
     assert not listed - tested
-    assert flat == under_test
 
 
 def _kinds(node: dict) -> tuple[str, ...]:

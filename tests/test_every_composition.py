@@ -25,7 +25,6 @@ from tests.seed import SEED
 
 OPTIONS = (  # forms that decode zeros to numbers, draw random numbers, or have other stages than the examples
     "bf16_compress(accumulate='fp32')",
-    "bf16_compress(rounding='stochastic')",
     "powersgd(rank=2, min_compression_rate=1)",
     "quant8",
     "quant8(rotation='hadamard')",
@@ -38,7 +37,7 @@ OPTIONS = (  # forms that decode zeros to numbers, draw random numbers, or have 
 )
 WRAPPERS = {
     "bf16_wrapper": ("bf16_wrapper({})", "bf16_wrapper({}, accumulate='fp32')"),
-    "fp16_wrapper": ("fp16_wrapper({}, rounding='stochastic')", "fp16_wrapper({}, accumulate='fp32')"),
+    "fp16_wrapper": ("fp16_wrapper({})", "fp16_wrapper({}, accumulate='fp32')"),
     "error_feedback": ("error_feedback({})",),
     "policy": ("policy({{'w*': {}, '*': allreduce}})", "policy({{'w*': allreduce, '*': {}}})"),
     "two_level": ("two_level({})",),
@@ -71,12 +70,11 @@ TRAITS = {
     "batched_powersgd(rank=4)": "casts state",
     "bf16_compress": "casts feedback scatters gathers",
     "bf16_compress(accumulate='fp32')": "feedback scatters gathers",
-    "bf16_compress(rounding='stochastic')": "casts feedback scatters",
     "fp16_compress": "casts feedback scatters gathers",
     "powersgd(rank=2)": "casts state",
     "powersgd(rank=2, min_compression_rate=1)": "casts state",
     "powersgd(rank=4)": "casts state",
-    "quant(bits=3, rotation='hadamard')": "scatters gathers",
+    "quant(rotation='hadamard')": "scatters gathers",
     "quant2": "scatters state",
     "quant2(error_feedback=False)": "scatters gathers",
     "quant4(error_feedback=True)": "scatters state",
@@ -134,8 +132,11 @@ def traits(node: Node) -> frozenset[str]:
     if hook == "two_level":
         return some & {"casts"} | state | (both & {"scatters", "gathers"} if not state else frozenset())
     if hook in CASTS:
-        moves = both & ({"scatters", "gathers"} if options.get("rounding") != "stochastic" else {"scatters"})
-        return moves | state | (some & {"casts"} if options.get("accumulate") != "fp32" else frozenset())
+        return (
+            both & {"scatters", "gathers"}
+            | state
+            | (some & {"casts"} if options.get("accumulate") != "fp32" else frozenset())
+        )
     return both & {"casts"} | {"state"}  # error_feedback
 
 
@@ -219,7 +220,7 @@ def test_legal_compositions_are_made_and_others_are_refused() -> None:
     every = sorted({*SHARDED, *(expr for hook in HOOKS for expr in compositions(hook))})
     found = {expr: made(expr) is not None for expr in every}
     assert [expr for expr in every if found[expr] != legal(canonical(expr))] == []
-    assert 900 < sum(found.values()) < len(every) - 900
+    assert 800 < sum(found.values()) < len(every) - 900
 
 
 def legal_ones(hook: str) -> list[str]:

@@ -55,7 +55,6 @@ WITHOUT_EXAMPLE = {
     "ch_outer.plain_sgd",
     "ch_outer.streaming_diloco",
     "ch_testing.mean_residuals",
-    "ch_testing.FlatHookContract",
     "ch_testing.Ranks",
 }
 """Names that a page mentions, and that have no example. Remove a name when it has one, and add none."""

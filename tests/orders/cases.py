@@ -42,7 +42,7 @@ def every() -> list[Case]:
         worlds = (2, 3, 4) if row.expr.startswith("two_level") else (2, 3)
         ways = {"attach to DDP": ATTACH, "register_comm_hook": REGISTER, "Reducer": REDUCER}
         found += [Case(way, row.expr, world) for way, kind in ways.items() if kind in row.ways for world in worlds]
-        if REDUCER in row.ways and not row.drawn:  # simulated ranks share torch's generator
+        if REDUCER in row.ways:
             found += [Case("simulated", row.expr, world) for world in (2, 3, 4)]
     for way in ADAPTERS:
         found += [Case(way, hook, world) for hook in METHODS for world in (2, 3)]

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 
 from commhooks import CommHooksError
@@ -50,7 +49,6 @@ def worker(rank: int, world: int, cases: Sequence[Case], seeds: Sequence[int]) -
 
 
 def one_run(case: Case, rank: int, seed: int | None) -> Run:
-    torch.manual_seed(rank)  # stochastic rounding draws from torch's own generator
     with ExitStack() as around:
         around.enter_context(PLANTS[case.plant]())
         if case.size == "small":

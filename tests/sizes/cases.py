@@ -130,7 +130,7 @@ def _rank(rank: int, world: int, cases: Sequence[Case], simulated: bool, plant: 
         outcome.seconds = time.process_time() - begun
     for number, (done, outcome) in enumerate(zip(runs, outcomes, strict=True)):
         row = done.case.row
-        comparable = row.equal and not row.drawn and (world == 2 or (row.in_rank_order and done.case.way != FAR))
+        comparable = row.equal and (world == 2 or (row.in_rank_order and done.case.way != FAR))
         if simulated and comparable and number % world == rank:
             outcome.wrong += _simulated(done)
     return outcomes

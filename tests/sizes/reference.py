@@ -53,9 +53,6 @@ TOLERANCES: dict[str, Callable[[int], Tolerance]] = {
     # accumulate="fp32" rounds each message and the sum.
     "bf16, fp32 sum": lambda world: Tolerance(_roundings(BF16, 2) + 4 * FP32),
     "fp16, fp32 sum": lambda world: Tolerance(_roundings(FP16, 2) + 4 * FP32),
-    # Random rounding errs by up to a whole step, twice as much.
-    "bf16, random": lambda world: Tolerance(_roundings(2 * BF16, 1) + _roundings(BF16, world)),
-    "fp16, random, fp32 sum": lambda world: Tolerance(_roundings(2 * FP16, 2) + 4 * FP32),
     # two_level in 16 bits rounds twice inside the node, and once for each addend between the nodes.
     "bf16, two levels": lambda world: Tolerance(_roundings(BF16, world + 2)),
     # Unit: mean step (range / 255) of the ranks. fp32 rounds numbers of up to 255 steps four times. x / s is off by at most

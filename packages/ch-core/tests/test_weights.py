@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import commhooks
-from ch_core import Bucket, Engine, Plain, SimulatedRank, simulate
+from ch_core import Bucket, Engine, Plain, SimulatedGroup, SimulatedRank, SimulatedTransport, simulate
 from ch_testing import SimulatedRanks
 from ch_testing.conservation import flat, mean_residuals
 from ch_testing.gradients import all_ranks, parameters, same_bits
@@ -254,6 +254,105 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(hook: str) -> None:
         assert not same_bits(a.gradients[0], b.gradients[0])
 
 
+class Skips:
+    """A judge whose optimizer skips the second step."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def begin_period(self) -> None: ...
+
+    def finish_step(self) -> None:
+        self.steps += 1
+
+    def used(self) -> bool:
+        return self.steps != 2
+
+    def doubt(self) -> None: ...
+
+    def clock(self) -> int:
+        return self.steps - (self.steps > 1)
+
+    def set_clock(self, clock: int) -> None:
+        self.steps = clock + (clock > 0)
+
+
+def weighed(engine: Engine, weight: float | None, number: float) -> float:
+    """Return the average of a step in which this rank has the gradient ``number``."""
+    assert engine.weighing is not None
+    if weight is not None:
+        engine.weighing.add(weight)
+    bucket = Bucket.from_tensors({"a": torch.full((2,), number)})
+    engine.submit(bucket)
+    assert engine.finish() is None
+    return bucket.storage[0].item()
+
+
+def test_a_joined_rank_that_presumes_a_skipped_step_keeps_the_reference_of_its_peers() -> None:
+    def body(rank: SimulatedRank) -> float:
+        engine = rank.engine(Plain())
+        engine.set_weighted()
+        engine.set_judge(Skips())
+        weighed(engine, 1024.0, 1.0)
+        engine.set_participating(rank.rank == 0)
+        weighed(engine, 16.0, 1.0)  # a short last batch, and rank 1 has none
+        commhooks.state_dict(engine.state)
+        engine.set_participating(True)
+        return weighed(engine, 1024.0, float(rank.rank))
+
+    assert simulate(2, body) == [0.5, 0.5]
+
+
+def test_the_reference_follows_weights_that_overflow() -> None:
+    def body(rank: SimulatedRank) -> list[float]:
+        reduction, every = commhooks.create("powersgd(rank=1, min_compression_rate=0.1)").reduction, []
+        assert reduction is not None
+        engine = rank.engine(reduction)
+        engine.set_weighted()
+        assert engine.weighing is not None
+        for weight in (1.0, 2.0**20, 2.0**20):
+            engine.weighing.add(weight)
+            bucket = Bucket.from_tensors({"a": torch.ones(8, 8, dtype=torch.float16)})
+            engine.submit(bucket)
+            assert engine.finish() is None
+            every.append(bucket.storage[0].item())
+        return every
+
+    for found in simulate(2, body):
+        assert found[0] == pytest.approx(1.0, rel=1e-2) and not math.isfinite(found[1])
+        assert found[2] == pytest.approx(1.0, rel=1e-2)
+
+
+def test_ranks_of_a_new_group_agree_on_a_reference() -> None:
+    """Each rank has trained alone, with other weights, or not at all."""
+
+    def body(rank: SimulatedRank) -> float:
+        reduction = commhooks.create("quant4(error_feedback=True)").reduction
+        assert reduction is not None
+        engine = Engine(reduction, SimulatedTransport(SimulatedGroup(1), 0))
+        engine.set_weighted()
+        for _ in range(rank.rank):  # the first rank is new
+            assert engine.weighing is not None
+            engine.weighing.add(16.0**rank.rank)
+            engine.submit(Bucket.from_tensors({"b": torch.randn(16, 16) + 2.0}))
+            assert engine.finish() is None
+        versions = engine.state.versions
+
+        def owed() -> list[float]:
+            return [
+                one.numbers().double().sum().item() * (versions.reference or 0.0) for one in versions.committed.values()
+            ]
+
+        engine.move(rank.transport)
+        engine.state.step = 2  # of the newest rank
+        before = owed()
+        found = weighed(engine, 40.0 * 3.0**rank.rank, float(rank.rank))
+        assert owed() == before and len(before) == (rank.rank > 0) and all(before)
+        return found
+
+    assert simulate(3, body) == pytest.approx([(3.0 + 2 * 9.0) / 13.0] * 3, rel=1e-6)
+
+
 def test_a_reference_that_no_run_saves_is_refused() -> None:
     simulated = ranks("quant4(error_feedback=True)", 2)
     simulated.step(all_ranks(parameters(), 2, 0), weights=[16, 48])
@@ -321,6 +420,7 @@ def test_a_joined_rank_weighs_0() -> None:
         (math.nan, "rank 1 weighs nan"),
         (math.inf, "rank 1 weighs inf"),
         (None, "rank 1 has not called"),
+        (1e300, "rank 1 weighs inf"),
     ],
 )
 def test_a_weight_that_is_not_legal_is_one_error_on_all_ranks(hook: str, weight: float | None, text: str) -> None:
@@ -345,6 +445,17 @@ def test_a_rank_that_mixes_means_and_sums_is_an_error_on_all_ranks() -> None:
     assert all("rank 0 has called weigh() with of='mean' and with of='sum'" in str(e) for e in step.errors)
 
 
+@pytest.mark.parametrize("made", [float, torch.tensor])
+def test_a_negative_weight_is_not_hidden_by_the_next_backward(made: Any) -> None:
+    simulated = ranks("allreduce", 2)
+    for first, second in ((-1, 5), (5, -1)):
+        simulated.handles[0].weigh(made(first))
+        simulated.handles[0].weigh(made(second))
+        simulated.handles[1].weigh(1)
+        step = simulated.step(all_ranks(parameters(), 2, 0))
+        assert all("rank 0 weighs nan" in str(error) for error in step.errors)
+
+
 def test_no_callback_gets_an_average_that_is_not_known() -> None:
     def body(rank: SimulatedRank) -> tuple[list[Bucket], BaseException | None]:
         engine, seen = rank.engine(Plain()), list[Bucket]()
@@ -359,7 +470,7 @@ def test_no_callback_gets_an_average_that_is_not_known() -> None:
 
 def test_calls_that_make_no_sense_are_refused_at_once() -> None:
     simulated, plain = ranks("allreduce", 2), ranks("allreduce", 2, weighted=False)
-    with pytest.raises(HookConfigError, match="a number"):
+    with pytest.raises(HookConfigError, match="one number"):
         simulated.handles[0].weigh(torch.ones(2))
     with pytest.raises(HookConfigError, match="expected 'mean' or 'sum'"):
         simulated.handles[0].weigh(1, of="total")  # type: ignore[arg-type]
@@ -369,22 +480,46 @@ def test_calls_that_make_no_sense_are_refused_at_once() -> None:
         Reducer("noop", {"w": torch.zeros(2)}, transport=simulated.transports[0], weighted=True)
 
 
-def test_a_dropped_step_forgets_its_weight() -> None:
-    def body(rank: SimulatedRank) -> list[float]:
+def test_a_dropped_step_takes_its_weight_with_it_and_not_that_of_the_next() -> None:
+    def body(rank: SimulatedRank) -> float:
         engine: Engine = rank.engine(Plain())
         engine.set_weighted()
         assert engine.weighing is not None
-        engine.weighing.add(5.0, "mean")
+        engine.weighing.add(5.0)
         engine.submit(Bucket.from_tensors({"a": torch.ones(2)}, is_last=False))
-        engine.weighing.add(7.0, "mean")  # of a backward that never came
+        engine.weighing.add([1.0, 3.0][rank.rank])  # before the wrapper notices that the backward was interrupted
         engine.abandon()
-        engine.weighing.add([1.0, 3.0][rank.rank], "mean")
-        bucket = Bucket.from_tensors({"a": torch.full((2,), float(rank.rank))})
+        return weighed(engine, None, float(rank.rank))
+
+    assert simulate(2, body) == [0.75, 0.75]
+
+
+def test_fp64_averages_are_exact() -> None:
+    def body(rank: SimulatedRank) -> float:
+        engine = rank.engine(Plain())
+        engine.set_weighted()
+        assert engine.weighing is not None
+        engine.weighing.add([0.1, 0.7][rank.rank])
+        bucket = Bucket.from_tensors({"a": torch.ones(2, dtype=torch.float64)})
         engine.submit(bucket)
         assert engine.finish() is None
-        return bucket.storage.tolist()
+        return bucket.storage[0].item()
 
-    assert simulate(2, body) == [[0.75, 0.75]] * 2
+    assert simulate(2, body) == pytest.approx([1.0, 1.0], rel=1e-14)
+
+
+def test_figures_of_residuals_do_not_depend_on_the_reference() -> None:
+    found = []
+    for weights in ([1024.0, 1024.0], [3500.0, 3500.0]):  # the reference stays 1024
+        simulated = ranks("quant4(error_feedback=True)", 2)
+        simulated.step(all_ranks(parameters(), 2, 0), weights=[1024.0, 1024.0])
+        simulated.rollback()
+        simulated.step(all_ranks(parameters(), 2, 0), weights=weights)
+        stats = simulated.handles[0].stats(detail=True)
+        found.append(
+            {key: value for key, value in stats.items() if key.startswith(("residual_norm", "relative_error"))}
+        )
+    assert found[0] and found[1] == pytest.approx(found[0], rel=0.05)
 
 
 def test_the_report_shows_the_skew() -> None:

@@ -55,7 +55,6 @@ TOLERANCE = {
     "fp16": 1e-3,
     "bf16_compress": 1e-2,
     "bf16_compress(accumulate='fp32')": 1e-2,
-    "fp16_compress(rounding='stochastic')": 2e-3,
     "fp16_wrapper(allreduce)": 1e-3,
     "bf16_wrapper(allreduce)": 1e-2,
     "bf16_wrapper(fp16_wrapper(allreduce))": 1e-2,

@@ -46,7 +46,7 @@ def body_forms(rank: int, world: int) -> None:
         ("an expression", lambda m: register_ddp_comm_hook(m, None, "bf16_wrapper(allreduce)")),
         ("a dict", lambda m: register_ddp_comm_hook(m, ddp_comm_hook={"*.bias": "allreduce", "*": "fp16_compress"})),
         ("our callable", lambda m: register_ddp_comm_hook(m, dist.group.WORLD, ch_ddp.fp16_compress_hook)),
-        ("names", lambda m: register_ddp_comm_hook(m, None, "allreduce", "bf16_wrapper(rounding='stochastic')")),
+        ("names", lambda m: register_ddp_comm_hook(m, None, "allreduce", "bf16_wrapper(accumulate='fp32')")),
         (
             "a callable and a name",
             lambda m: register_ddp_comm_hook(m, None, ch_ddp.allreduce_hook, "fp16_wrapper"),

@@ -1,5 +1,8 @@
 """FSDP1's hook functions on gloo, as `register_comm_hook` calls them."""
 
+import itertools
+import math
+import pickle
 from typing import Any
 
 import pytest
@@ -84,6 +87,32 @@ def test_pytorchs_signatures_match_its_mixed_precision() -> None:
     for errors in spawn(body_functions, 2, timeout=120):
         for case, error in errors.items():
             assert error < ROUNDING[case.split()[0]], case
+
+
+def body_averages(rank: int, world: int) -> None:
+    """Shards of any size. Inf of one rank arrives and leaves no trace. Pickled functions and states average as before."""
+    group = dist.group.WORLD
+    assert group is not None
+    for spec in commhooks.list_hooks(kind="fsdp"):
+        hook, state = pickle.loads(pickle.dumps((commhooks.get(spec.id, "fsdp"), ch_fsdp.LowPrecisionState(group))))
+        for whole, n in itertools.product((True, False), (7, 64, 1 << 14)):
+            if (spec.name == "allreduce" and not whole) or (spec.name == "reduce_scatter" and whole):
+                continue
+            every = torch.randn(world, world * n, generator=torch.Generator().manual_seed(n))
+            for number in (math.inf, 1.0):
+                grad, output = number * every[rank] if rank == 1 else every[rank].clone(), torch.empty(n)
+                hook(state, grad) if whole else hook(state, grad, output)
+                found, exact = grad if whole else output, every.double().mean(0)
+                if number == 1.0:
+                    exact = exact if whole else exact.chunk(world)[rank]
+                    assert (found - exact).norm() <= ROUNDING.get(spec.name, 1e-6) * exact.norm(), (spec.name, n)
+                    assert found.dtype == torch.float32
+                else:
+                    assert not found.isfinite().any(), (spec.name, n)
+
+
+def test_averages_of_every_hook_and_size() -> None:
+    spawn(body_averages, 2, timeout=100)
 
 
 def hooked(hook: Any, **options: Any) -> FSDP:

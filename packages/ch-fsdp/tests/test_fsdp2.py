@@ -265,7 +265,7 @@ def body_drift(rank: int, world: int) -> None:
         assert all(torch.equal(every[0], one) for one in every)
     parts = gathered(model.up.weight.to_local())
     assert not torch.equal(parts[0], parts[1]), "cut by tensor parallelism: this test would prove nothing"
-    for what in ("batched_powersgd(rank=1)", "bf16_compress(rounding='stochastic')"):
+    for what in ("batched_powersgd(rank=1)", "quant8(rounding='stochastic')"):
         with pytest.raises(HookNotSupportedError, match="drift apart"):
             commhooks.attach(tensor_parallel(mesh), what)
     cut = Planned()  # separate halves may round differently from one part

@@ -325,7 +325,7 @@ def body_errors(rank: int, world: int) -> None:
 
 def body_refused(rank: int, world: int) -> None:
     model = shard2(gpt(), line(world))
-    for hook in ("powersgd(rank=2)", "quant4(error_feedback=True)", "bf16_compress(rounding='stochastic')", "topk"):
+    for hook in ("powersgd(rank=2)", "quant4(error_feedback=True)", "quant8(rounding='stochastic')", "topk"):
         with pytest.raises(HookNotSupportedError, match="cannot gather weights"):
             commhooks.attach(model, hook, axis="gather")
     with pytest.raises(HookConfigError, match="optimizer="):

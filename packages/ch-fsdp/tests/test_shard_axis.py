@@ -37,7 +37,6 @@ def body_names(rank: int, world: int) -> list[tuple[str, float]]:
         "fp16_compress",
         "bf16_compress",
         "bf16_compress(accumulate='fp32')",
-        "bf16_compress(accumulate='fp32', rounding='stochastic')",
     ):
         model = shard2(gpt(), mesh)
         handle = commhooks.attach(model, name, axis="shard")

@@ -1,6 +1,7 @@
 """Weighted averages of FSDP2 models: equal to one process on the concatenated batch."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 
 import commhooks
 from ch_testing import spawn
-from commhooks import HookNotSupportedError
+from commhooks import HookConfigError, HookNotSupportedError
 
 from .fsdp_kit import batch, distance, gpt, grads, line, shard2, square
 
@@ -81,6 +82,24 @@ def accumulated(rank: int, world: int) -> float:
 
 def test_weights_of_an_accumulation_add_up() -> None:
     assert max(spawn(accumulated, 2, timeout=100)) <= 1e-6
+
+
+def late(rank: int, world: int) -> str:
+    model: Any = sharded(world)
+    handle = commhooks.attach(model, "allreduce", weighted=True)
+
+    def weigh_late(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        out.register_hook(lambda gradient: handle.weigh(2))
+
+    model.symbol.register_forward_hook(weigh_late)
+    handle.weigh(1)
+    with pytest.raises(HookConfigError) as raised:
+        model(*batch(0, rank)).backward()
+    return str(raised.value)
+
+
+def test_a_weight_in_the_middle_of_a_step_is_an_error_on_all_ranks() -> None:
+    assert all("weigh() was called after" in text for text in spawn(late, 2, timeout=100))
 
 
 def refused(rank: int, world: int) -> None:

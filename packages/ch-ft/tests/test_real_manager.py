@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ch_ft
+import commhooks
 from commhooks import HookNotSupportedError, RankMismatchError
 
 torchft = pytest.importorskip("torchft")
@@ -20,8 +21,8 @@ def address() -> Iterator[str]:
         yield found
 
 
-def together(address: str, body: Callable[[ch_ft.Local, int], Any], **options: Any) -> list[Any]:
-    """Run ``body`` on two replicas at once."""
+def together(address: str, body: Callable[[ch_ft.Local, int], Any], replicas: int = 2, **options: Any) -> list[Any]:
+    """Run ``body`` on two replicas at once, or on more."""
 
     def one(number: int) -> Any:
         with ch_ft.local(
@@ -35,8 +36,8 @@ def together(address: str, body: Callable[[ch_ft.Local, int], Any], **options: A
         ) as member:
             return body(member, number)
 
-    with ThreadPoolExecutor(2) as pool:
-        return [future.result(timeout=40) for future in [pool.submit(one, n) for n in range(2)]]
+    with ThreadPoolExecutor(replicas) as pool:
+        return [future.result(timeout=40) for future in [pool.submit(one, n) for n in range(replicas)]]
 
 
 def module(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -83,6 +84,49 @@ def build(kind: str, member: ch_ft.Local, inner: torch.nn.Module) -> Any:
         return ch_ft.PureDistributedDataParallel(member.manager, inner)
     hook = None if kind == "plain" else kind
     return ch_ft.DistributedDataParallel(member.manager, inner, hook=hook, process_group=member.process_group)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hook", ["bf16_compress", "quant8(block=16, error_feedback=True)"])
+def test_weighted_means_follow_members_that_heal_and_leave(address: str, hook: str) -> None:
+    """At step 0 one member contributes and the others heal. Weights grow a thousandfold at step 2, and then member 2 leaves."""
+    weights = [3.0, 1000.0, 40.0]
+
+    def weight(number: int, step: int) -> float:
+        return weights[number] * (1000.0 if step >= 2 else 1.0)
+
+    def body(member: ch_ft.Local, number: int) -> dict[int, tuple[bool, torch.Tensor, float | None]]:
+        manager, found = member.manager, {}
+        model = build("plain", member, module())
+        handle = commhooks.attach(model, hook, weighted=True)
+        optimizer = ch_ft.OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.0))
+        while (step := manager.current_step()) < 6 and not (number == 2 and step == 3):
+            optimizer.zero_grad()
+            manager.num_participants()  # waits for the quorum, after which the step is that of the others
+            step = manager.current_step()
+            loss = model(torch.full((1, 4), float(1 + number))).sum()
+            handle.weigh(weight(number, step))
+            loss.backward()
+            contributed = manager.is_participating()
+            if optimizer.step():
+                (parameter,) = model.parameters()
+                assert parameter.grad is not None and handle.hook_state is not None
+                reference = handle.hook_state.versions.next_reference
+                found[step] = contributed, parameter.grad.clone(), reference
+        return found
+
+    members = together(address, body, replicas=3)
+    counts = []
+    for step in range(6):
+        here = {number: one[step] for number, one in enumerate(members) if step in one}
+        who = [number for number, (contributed, _, _) in here.items() if contributed]
+        counts.append(len(who))
+        mean = sum((1 + n) * weight(n, step) for n in who) / sum(weight(n, step) for n in who)
+        first = here[who[0]]
+        for _, found, reference in here.values():
+            assert torch.equal(found, first[1]) and reference == first[2]
+            torch.testing.assert_close(found, torch.full((4, 4), mean), rtol=1e-2, atol=0.0)
+    assert counts[0] == 1 and counts[2] == 3 and counts[5] == 2
 
 
 @pytest.mark.timeout(60)

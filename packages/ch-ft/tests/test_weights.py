@@ -94,6 +94,34 @@ def test_members_that_come_and_leave_weigh_what_they_have_seen(hook: str, async_
         assert (first - exact).norm() <= BOUNDS[hook] * exact.norm(), step
 
 
+@pytest.mark.parametrize("async_quorum", [True, False])
+def test_the_first_step_of_large_weights_does_not_overflow(async_quorum: bool) -> None:
+    """Weights of a million times a gradient are beyond fp16. The first attempt is voted down."""
+
+    def body(manager: SimulatedManager) -> list[Any]:
+        model = DistributedDataParallel(manager, copy.deepcopy(NET), bucket_cap_mb=CAP)
+        handle = commhooks.attach(model, "fp16_compress", weighted=True)
+        optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.0))
+        found: list[Any] = []
+        for attempt in range(4):
+            optimizer.zero_grad()
+            loss = model(data(manager.name, 0)).pow(2).mean()
+            handle.weigh(WEIGHTS[manager.name] * 1e4)
+            loss.backward()
+            if not attempt:
+                manager.report_error(RuntimeError("this batch is bad"))
+            if optimizer.step():
+                found.append((gradient(model), handle.hook_state.versions.next_reference))  # type: ignore[union-attr]
+        return found
+
+    with SimulatedCluster(async_quorum=async_quorum) as cluster:
+        found = cluster.run(dict.fromkeys("ab", body))
+    exact = wanted(["a", "b"], 0)
+    for name, steps in found.items():
+        assert len(steps) == 3 and {reference for _, reference in steps} == {2.0**24}, (name, [r for _, r in steps])
+        assert all((one - exact).norm() <= 1e-2 * exact.norm() for one, _ in steps), name
+
+
 def test_a_wrong_weight_is_one_error_on_all_members_and_commits_nothing() -> None:
     def body(manager: SimulatedManager) -> list[Any]:
         model = DistributedDataParallel(manager, copy.deepcopy(NET), bucket_cap_mb=CAP)

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ch_core import SimulatedRank, simulate
 from ch_outer import FixedRanks, OuterOptimizer, Schedule, plain_sgd
+from ch_testing import spawn
 from commhooks import (
     AllReduce,
     Bucket,
@@ -23,7 +25,11 @@ from .outer_kit import batch, by_options, make, same, values
 
 pytestmark = pytest.mark.timeout(90)
 
-TOKENS = [[3.0, 5.0, 0.0, 2.0, 1.0, 1.0, 4.0], [100.0, 0.0, 7.0, 1.0, 9.0, 2.0, 2.0]]  # of each rank in each inner step
+TOKENS = [
+    [3.0, 5.0, 0.0, 2.0, 1.0, 1.0, 4.0],
+    [100.0, 0.0, 7.0, 1.0, 9.0, 2.0, 2.0],
+    [1000.0, 0.0, 6.0, 4.0],
+]  # of each rank in each inner step
 
 
 def outer(model: nn.Module, rank: SimulatedRank, **options: Any) -> OuterOptimizer:
@@ -114,6 +120,38 @@ def test_a_lost_round_keeps_its_weight_for_the_next() -> None:
 
     assert same(*lost)
     for found, wanted in zip(lost[0], simulate(2, long)[0], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def joined(rank: int, world: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Ranks 0 and 1 have made a round, rank 2 has made a step alone. Then all three make a round.
+
+    Returns:
+        The parameters after the round, and those that this rank's own steps lead to.
+    """
+    pair, alone, every = dist.new_group([0, 1]), dist.new_group([2]), dist.new_group([0, 1, 2])
+    model = make(rank // 2)
+    given = {"every": 2, "outer": plain_sgd(1.0), "weighted": True, "ranks": FixedRanks(alone if rank == 2 else pair)}
+    optimizer = by_options(torch.optim.SGD(model.parameters(), lr=0.1), model, **given)
+    train(model, optimizer, rank, range(1 if rank == 2 else 2))
+    optimizer.move(every)
+    own = copy.deepcopy(model)
+    train(model, optimizer, rank, range(2, 4))
+    inner = torch.optim.SGD(own.parameters(), lr=0.1)
+    for step in range(2, 4):
+        inner.zero_grad()
+        x, y = batch(rank, step)
+        (own(x) - y).square().mean().backward()
+        inner.step()
+    return values(model), values(own)
+
+
+@pytest.mark.gloo
+def test_ranks_of_a_new_group_weigh_what_they_have_seen_since_the_start() -> None:
+    ranks = spawn(joined, 3, timeout=80)
+    assert same(ranks[0][0], ranks[1][0]) and same(ranks[0][0], ranks[2][0])
+    for found, *own in zip(ranks[0][0], *(mine for _, mine in ranks), strict=True):
+        wanted = sum(n * one for n, one in zip((2.0, 8.0, 10.0), own, strict=True)) / 20.0
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 

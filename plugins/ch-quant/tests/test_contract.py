@@ -33,13 +33,8 @@ class TestStochastic(HookContract):
     tolerance = 0.3
 
 
-class TestQuant3(HookContract):
-    expr = "quant(bits=3)"
-    tolerance = 0.5
-
-
 class TestEverythingAtOnce(HookContract):
-    expr = "quant(bits=3, exempt=False, error_feedback=True, rotation='hadamard', rounding='stochastic')"
+    expr = "quant(bits=4, exempt=False, error_feedback=True, rotation='hadamard', rounding='stochastic')"
     tolerance = 0.9
 
 

@@ -40,6 +40,7 @@ from ch_core.engine.schedule import CpuTuning as CpuTuning
 from ch_core.engine.stateless import StatelessEngine as StatelessEngine
 from ch_core.engine.stats import Recording as Recording
 from ch_core.engine.step import BucketRun as BucketRun
+from ch_core.engine.weights import Weighing as Weighing
 from ch_core.entries import RESIDUAL as RESIDUAL
 from ch_core.errors import AmbiguousHookError as AmbiguousHookError
 from ch_core.errors import AttachError as AttachError

@@ -24,7 +24,6 @@ class Wire:
 
     Attributes:
         dtype: ``torch.bfloat16`` or ``torch.float16``.
-        rounding: ``"nearest"``, or ``"stochastic"`` (unbiased: E[round(x)] = x).
 
     Example:
         >>> Wire(torch.bfloat16).narrows(torch.float32)
@@ -32,7 +31,6 @@ class Wire:
     """
 
     dtype: torch.dtype
-    rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def narrows(self, dtype: torch.dtype) -> bool:
         """True if numbers of ``dtype`` become smaller on this wire."""

@@ -10,7 +10,6 @@ _WIRE_OPTIONS = {
         "add in the 16-bit wire type, or in fp32 after an all-to-all of 16-bit parts",
         choices=("wire", "fp32"),
     ),
-    "rounding": Option("nearest", "rounding from fp32 to 16 bits", choices=("nearest", "stochastic")),
 }
 _LOSSY = frozenset({"lossy", "changes_dtype"})
 

@@ -6,7 +6,6 @@ from ch_wrappers import WireCast
 from commhooks import Bucket, BucketLayout, Plain, Reduction, Requests, Stages, StepContext
 
 Accumulate = Literal["wire", "fp32"]
-Rounding = Literal["nearest", "stochastic"]
 
 
 def allreduce() -> Plain:
@@ -14,14 +13,14 @@ def allreduce() -> Plain:
     return Plain()
 
 
-def fp16_compress(accumulate: Accumulate = "wire", rounding: Rounding = "nearest") -> WireCast:
+def fp16_compress(accumulate: Accumulate = "wire") -> WireCast:
     """Return the average with fp16 on the wire. The division comes before the cast, so 66 000 on one of two ranks fits."""
-    return WireCast(Plain(), "fp16", accumulate=accumulate, rounding=rounding, name="fp16_compress")
+    return WireCast(Plain(), "fp16", accumulate=accumulate, name="fp16_compress")
 
 
-def bf16_compress(accumulate: Accumulate = "wire", rounding: Rounding = "nearest") -> WireCast:
+def bf16_compress(accumulate: Accumulate = "wire") -> WireCast:
     """Return the average with bf16 on the wire, for every backend that reduces bf16 (gloo does)."""
-    return WireCast(Plain(), "bf16", accumulate=accumulate, rounding=rounding, name="bf16_compress")
+    return WireCast(Plain(), "bf16", accumulate=accumulate, name="bf16_compress")
 
 
 class Noop(Reduction):

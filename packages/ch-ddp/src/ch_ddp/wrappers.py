@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from ch_ddp.reductions import Accumulate, Rounding
+from ch_ddp.reductions import Accumulate
 from ch_wrappers import WireCast
 from commhooks import GradBucket, HookConfigError, Reduction, composed
 
@@ -18,55 +18,50 @@ Dtype = Literal["bf16", "fp16"]
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-def fp16_compress_wrapper(
-    hook: Hook | Reduction, *, accumulate: Accumulate = "wire", rounding: Rounding = "nearest"
-) -> Any:
+def fp16_compress_wrapper(hook: Hook | Reduction, *, accumulate: Accumulate = "wire") -> Any:
     """Return ``hook`` with fp16 on the wire.
 
     Args:
         hook: reduction, hook made from a reduction, or any ``(state, bucket) -> Future``.
         accumulate: ``"wire"`` sums in 16 bits, ``"fp32"`` in fp32 (reductions only).
-        rounding: ``"nearest"`` or ``"stochastic"`` (reductions only).
 
     Returns:
         A reduction for a reduction, a hook for a hook. The average has the bucket's dtype. The result pickles if
         ``hook`` does, and may be wrapped again.
 
     Raises:
-        HookConfigError: the hook sends nothing that could be cast, or does not support the options.
+        HookConfigError: the hook sends nothing that could be cast, or does not support the option.
 
     Example:
         >>> from ch_ddp import allreduce_hook, fp16_compress_wrapper
         >>> fp16_compress_wrapper(allreduce_hook)
         <hook fp16_wrapper(allreduce)>
     """
-    return _wrap(hook, "fp16", accumulate, rounding)
+    return _wrap(hook, "fp16", accumulate)
 
 
-def bf16_compress_wrapper(
-    hook: Hook | Reduction, *, accumulate: Accumulate = "wire", rounding: Rounding = "nearest"
-) -> Any:
+def bf16_compress_wrapper(hook: Hook | Reduction, *, accumulate: Accumulate = "wire") -> Any:
     """Return ``hook`` with bf16 on the wire. Arguments are those of :func:`fp16_compress_wrapper`."""
-    return _wrap(hook, "bf16", accumulate, rounding)
+    return _wrap(hook, "bf16", accumulate)
 
 
-def _wrap(hook: Hook | Reduction, dtype: Dtype, accumulate: Accumulate, rounding: Rounding) -> Any:
+def _wrap(hook: Hook | Reduction, dtype: Dtype, accumulate: Accumulate) -> Any:
     carried = hook if isinstance(hook, Reduction) else getattr(hook, "reduction", None)
     if isinstance(carried, Reduction) or callable(carried):
-        make = partial(_cast, dtype=dtype, accumulate=accumulate, rounding=rounding)  # a lambda would not pickle
+        make = partial(_cast, dtype=dtype, accumulate=accumulate)  # a lambda would not pickle
         return composed(f"{dtype}_wrapper", [hook], make)
     if not callable(hook):
         raise HookConfigError(f"{dtype}_wrapper got a {type(hook).__name__}. Give a reduction or a hook function")
-    if (accumulate, rounding) != ("wire", "nearest"):
+    if accumulate != "wire":
         raise HookConfigError(
-            f"{dtype}_wrapper cannot apply accumulate={accumulate!r} and rounding={rounding!r} to a foreign hook, because it "
-            "does not see the hook's collectives. Leave both options out"
+            f"{dtype}_wrapper cannot apply accumulate={accumulate!r} to a foreign hook, because it does not see the hook's "
+            "collectives. Leave the option out"
         )
     return CastBucket(hook, dtype)
 
 
-def _cast(parts: list[Reduction], dtype: Dtype, accumulate: Accumulate, rounding: Rounding) -> WireCast:
-    return WireCast(parts[0], dtype, accumulate=accumulate, rounding=rounding)
+def _cast(parts: list[Reduction], dtype: Dtype, accumulate: Accumulate) -> WireCast:
+    return WireCast(parts[0], dtype, accumulate=accumulate)
 
 
 class CastBucket:

@@ -1,6 +1,6 @@
 """Chooses the axes of an FSDP2 model for a hook and their ranks, and refuses models that a hook cannot serve."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -282,16 +282,9 @@ def check_tensor_parallel(group: ParamGroup, reduction: Reduction) -> None:
     """Raise HookNotSupportedError if parameters that tensor-parallel ranks share would drift apart."""
     if not group.mixes_tensor_parallel:
         return
-    if (reduction.lossy and reduction.granularity == "bucket") or _rounds_at_random(reduction.node()):
+    if reduction.lossy and reduction.granularity == "bucket":
         raise HookNotSupportedError(
             f"{group.name} has tensor-parallel parameters and parameters that are the same on all tensor-parallel ranks. "
-            f"{reduction!r} treats a bucket as a whole or rounds at random, so the latter would drift apart. Use a hook that "
-            "treats each parameter alone, or give fully_shard the two kinds separately"
+            f"{reduction!r} treats a bucket as a whole, so the latter would drift apart. Use a hook that treats each parameter "
+            "alone, or give fully_shard the two kinds separately"
         )
-
-
-def _rounds_at_random(node: object) -> bool:
-    """Return True if any part of an expression rounds at random."""
-    if isinstance(node, Mapping):
-        return node.get("rounding") == "stochastic" or any(map(_rounds_at_random, node.values()))
-    return isinstance(node, list | tuple) and any(map(_rounds_at_random, node))

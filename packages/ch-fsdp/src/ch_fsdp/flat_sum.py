@@ -117,8 +117,7 @@ def flat_version(reduction: Reduction, *, scatter: bool) -> tuple[FlatSum, Reduc
     flat = FlatSum(scatter=scatter)
     if not isinstance(reduction, WireCast):
         return flat, flat
-    wire = reduction.wire
-    dtype = _WIRE_NAMES[wire.dtype]
-    cast = WireCast(flat, dtype, accumulate=reduction.accumulate, rounding=wire.rounding)  # type: ignore[arg-type]
+    dtype = _WIRE_NAMES[reduction.wire.dtype]
+    cast = WireCast(flat, dtype, accumulate=reduction.accumulate)  # type: ignore[arg-type]
     cast.name = reduction.name  # reports show the attached name
     return flat, cast

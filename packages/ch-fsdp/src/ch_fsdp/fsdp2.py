@@ -33,6 +33,7 @@ from commhooks import (
     BucketLayout,
     CommHook,
     CommHooksError,
+    HookConfigError,
     HookNotSupportedError,
     watch_optimizer,
 )
@@ -196,7 +197,7 @@ class FSDP2Binding(Binding):
         return {slot.group.name for axis in self.axes for slot in axis.slots if not slot.in_place}
 
     def _inspect(self) -> CommHooksError | None:
-        """Return an error if a slot was filled, or if a group with gradients did not call the hook."""
+        """Return an error if a slot was filled, a group with gradients did not call the hook, or a weight came too late."""
         self._update_trainable()
         main, lost = self._main, self._lost()
         if lost:
@@ -210,6 +211,12 @@ class FSDP2Binding(Binding):
                 f"{self._expr} was never called by {', '.join(silent)} in a backward that gave it gradients, so they "
                 "were not reduced by it. The model that trains is another one, or fully_shard was called on it after "
                 "attach: attach after the last fully_shard"
+            )
+        weighing = self.engine.weighing
+        if weighing is not None and weighing.weight is not None and self.engine.in_step:
+            return HookConfigError(
+                f"{self._expr}: weigh() was called after FSDP2 had reduced the first gradients of this step. Call it once "
+                "before each backward, and let each backward end its step"
             )
         return None
 

@@ -119,18 +119,13 @@ class ManagedBinding(SlotBinding):
             ),
             "bucket_cap_mb": f"{model.bucket_bytes_cap / 2**20:g}",
         }
-        agreement = (
-            partial(fingerprints.agree, self._transport, self.fingerprint) if options.verify_ranks else lambda: None
-        )
+        agreement = partial(_agree, self.engine, self._transport, self.fingerprint if options.verify_ranks else {})
         driver = ManagedDriver(self.engine, self.steps, self.names, model.used, agreement)
         driver.set_model(model)
         self.place(acquire_slot(model, model.plain), driver, handle.expr)
         self._transferred = healing.transferred(model, manager)
         self._transferred.serve(self.engine, self.fingerprint)
         weakref.finalize(model, self._transferred.serve, None, {}).atexit = False  # the manager may outlive the model
-
-    def weigh_ranks(self) -> None:
-        self.engine.set_weighted()
 
     def check(self) -> None:
         """Raise nothing: the next attempt repeats a lost step."""
@@ -143,6 +138,12 @@ class ManagedBinding(SlotBinding):
         super().detach()
         self._transferred.serve(None, {})
         self.steps.close()
+
+
+def _agree(engine: Engine, transport: ManagerTransport, fingerprint: fingerprints.Fingerprint) -> None:
+    """Compare the members, and find the first reference of their weights."""
+    if fingerprint:
+        engine.set_first_weights(fingerprints.agree(transport, fingerprint, engine.first_weight()))
 
 
 def adapter(model: torch.nn.Module, handle: CommHook, options: AttachOptions) -> ManagedBinding:

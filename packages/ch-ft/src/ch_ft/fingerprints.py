@@ -1,7 +1,7 @@
 """Compare members before their gradients travel.
 
 If two members disagree on a tensor's size, gloo raises no error. It ends the process, and the healthy ones too. So
-each step begins with one small all-reduce of fixed size: a 1, and one number per field. The ones add up to the number
+each step begins with one small all-reduce of fixed size: a 1, one number per field, and a weight. The ones add up to the number
 of contributors. A field is equal on all members if its sum is this number times the member's own value. A healing member
 receives the sum but adds nothing. It compares too, and leaves before it does harm.
 
@@ -32,8 +32,16 @@ def of_handle(handle: CommHook) -> dict[str, str]:
     }
 
 
-def agree(transport: ManagerTransport, fingerprint: Fingerprint) -> None:
+def agree(transport: ManagerTransport, fingerprint: Fingerprint, weight: float = 0.0) -> float:
     """Compare fingerprints over the quorum, and tell the transport the number of contributors.
+
+    Args:
+        transport: of the quorum.
+        fingerprint: of this member.
+        weight: of this member.
+
+    Returns:
+        The mean weight of the contributors.
 
     Raises:
         RankMismatchError: a member differs. The message names the fields.
@@ -41,15 +49,16 @@ def agree(transport: ManagerTransport, fingerprint: Fingerprint) -> None:
 
     The numbers have 24 bits, so sums over up to 2**29 members are exact in float64.
     """
-    mine = torch.tensor([1, *map(_number, fingerprint.values())], dtype=torch.float64, device="cpu")
-    total = mine.clone()  # (1 + fields,)
+    mine = torch.tensor([1, *map(_number, fingerprint.values()), weight], dtype=torch.float64, device="cpu")
+    total = mine.clone()  # (1 + fields + 1,)
     transport.all_reduce(total, "sum").wait(None)
     contributors = int(total[0])
-    same = (total == mine * contributors).tolist()[1:]
+    same = (total == mine * contributors).tolist()[1:-1]
     if not all(same):
         differing = [name for name, ok in zip(fingerprint, same, strict=True) if not ok]
         raise _mismatch({name: f"here {fingerprint[name]}" for name in differing})
     transport.contributors(contributors)
+    return float(total[-1]) / max(contributors, 1)
 
 
 def compare(mine: Fingerprint, peer: Fingerprint) -> None:

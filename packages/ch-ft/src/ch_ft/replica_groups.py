@@ -99,7 +99,6 @@ class GroupEngine(Engine):
         if self._guarded:
             return work()
         if self._lost == self.steps.attempts.number:
-            self.forget_weight()
             return None
         self._guarded = True
         try:

@@ -6,7 +6,6 @@ Type checkers read this file. `lazy` reads it, too, and imports a name when it i
 from ch_testing.conservation import mean_residuals as mean_residuals
 from ch_testing.conservation import unaccounted as unaccounted
 from ch_testing.contract import HookContract as HookContract
-from ch_testing.contract_fsdp1 import FlatHookContract as FlatHookContract
 from ch_testing.faulty import Faulty as Faulty
 from ch_testing.faulty import Injected as Injected
 from ch_testing.log_lines import LogLines as LogLines

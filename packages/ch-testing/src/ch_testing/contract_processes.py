@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ from commhooks import (
     canonical,
 )
 
-T = TypeVar("T")
 Grads = dict[str, torch.Tensor]
 
 
@@ -369,18 +368,6 @@ def conserved(order: Order) -> None:
             assert lost <= order.conservation, f"{lost:.3g} of the gradients of {name} is neither applied nor owed"
 
 
-def run_checks(checks: Mapping[str, Callable[[T], None]], order: T) -> dict[str, str]:
-    """Run every check, and return its traceback, empty if it passed."""
-    outcomes = {}
-    for name, check in checks.items():
-        try:
-            check(order)
-            outcomes[name] = ""
-        except Exception:
-            outcomes[name] = traceback.format_exc()
-    return outcomes
-
-
 CHECKS = {
     check.__name__: check
     for check in (
@@ -402,8 +389,15 @@ CONDITIONS = {"registered": "has_function", "resumed": "simulates", "raising": "
 
 
 def main(rank: int, world_size: int, checks: list[str], order: Order) -> dict[str, str]:
-    """Run checks on one rank; see :func:`run_checks`."""
-    return run_checks({name: CHECKS[name] for name in checks}, order)
+    """Run checks on one rank, and return the traceback of each, empty if it passed."""
+    outcomes = {}
+    for name in checks:
+        try:
+            CHECKS[name](order)
+            outcomes[name] = ""
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+    return outcomes
 
 
 class Processes(Case):
@@ -449,32 +443,18 @@ class Processes(Case):
 
     @only_if("installed")
     def test_gloo(self, check: str) -> None:
-        assert_passed(self, main, (self.checks(), self.order()), check, self.timeout)
+        """Fail if a check failed on any rank of the world, which runs once for all checks of a class."""
+        key = f"{type(self).__module__}.{type(self).__qualname__}"
+        if key not in _DONE:
+            try:
+                _DONE[key] = spawn(main, 2, self.checks(), self.order(), timeout=self.timeout, group_timeout=20.0)
+            except Exception as error:  # every check of this world fails with it
+                _DONE[key] = error
+        done = _DONE[key]
+        if isinstance(done, Exception):
+            raise done
+        for rank, outcomes in enumerate(done):
+            assert not outcomes[check], f"rank {rank}:\n{outcomes[check]}"
 
 
 _DONE: dict[str, list[dict[str, str]] | Exception] = {}  # test class -> outcomes by rank, or the error of its world
-
-
-def assert_passed(
-    test: object, body: Callable[..., dict[str, str]], args: tuple[object, ...], check: str, timeout: float
-) -> None:
-    """Fail if a check failed on any rank of the test class's world, which runs once for all its checks.
-
-    Args:
-        test: instance of the class.
-        body: called as ``body(rank, world_size, *args)``; returns a traceback for each check, empty if it passed.
-        args: passed to ``body``.
-        check: name of the check.
-        timeout: seconds for the whole world.
-    """
-    key = f"{type(test).__module__}.{type(test).__qualname__}"
-    if key not in _DONE:
-        try:
-            _DONE[key] = spawn(body, 2, *args, timeout=timeout, group_timeout=20.0)
-        except Exception as error:  # every check of this world fails with it
-            _DONE[key] = error
-    done = _DONE[key]
-    if isinstance(done, Exception):
-        raise done
-    for rank, outcomes in enumerate(done):
-        assert not outcomes[check], f"rank {rank}:\n{outcomes[check]}"

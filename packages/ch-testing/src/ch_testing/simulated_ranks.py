@@ -39,13 +39,10 @@ class SimulatedBinding(Binding):
     """The binding of a handle on a simulated rank."""
 
     calls = 0
+    weighs = True
 
     def __init__(self, engine: Engine, layout: BucketLayout) -> None:
         self.engine, self.layout = engine, layout
-
-    def weigh_ranks(self) -> None:
-        for engine in self.engines.values():
-            engine.set_weighted()
 
     def check(self) -> None:
         """Do nothing; :meth:`SimulatedRanks.step` returns every error."""

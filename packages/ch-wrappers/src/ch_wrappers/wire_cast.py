@@ -34,7 +34,6 @@ from commhooks import (
     Wire,
 )
 
-_DEFAULTS = {"accumulate": "wire", "rounding": "nearest"}
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -45,7 +44,6 @@ class WireCast(Composite):
         inner: the reduction to wrap.
         dtype: ``"bf16"`` or ``"fp16"``.
         accumulate: ``"wire"`` sums in 16 bits as the transport does; ``"fp32"`` as the module describes.
-        rounding: ``"nearest"`` or ``"stochastic"``.
         name: name of a hook that is not a wrapper (``"bf16_compress"``).
 
     Raises:
@@ -62,15 +60,12 @@ class WireCast(Composite):
         dtype: Literal["bf16", "fp16"],
         *,
         accumulate: Literal["wire", "fp32"] = "wire",
-        rounding: Literal["nearest", "stochastic"] = "nearest",
         name: str | None = None,
     ) -> None:
         if dtype not in NAMES:
             raise HookConfigError(f"dtype={dtype!r}: expected one of {sorted(NAMES)}")
         if accumulate not in ("wire", "fp32"):
             raise HookConfigError(f"accumulate={accumulate!r}: expected 'wire' or 'fp32'")
-        if rounding not in ("nearest", "stochastic"):
-            raise HookConfigError(f"rounding={rounding!r}: expected 'nearest' or 'stochastic'")
         if not inner.collectives & inner.castable:
             raise HookConfigError(
                 f"{dtype}_wrapper({inner.name}) would change nothing, because the wrapper may not cast the messages of "
@@ -78,7 +73,7 @@ class WireCast(Composite):
             )
         self.name = f"{dtype}_wrapper"
         super().__init__(inner)
-        self.wire, self.accumulate, self._alone = Wire(NAMES[dtype], rounding), accumulate, name
+        self.wire, self.accumulate, self._alone = Wire(NAMES[dtype]), accumulate, name
         self.name = name or self.name
         if accumulate == "fp32":
             self.collectives, self.delivers = _accumulating(inner.collectives), False
@@ -95,10 +90,6 @@ class WireCast(Composite):
     def run_scatter(self, shards: Shards, ctx: StepContext) -> Stages:
         return self._rounded(self.inner.start_scatter(shards, ctx), ctx)
 
-    @property
-    def gathers_weights(self) -> bool:
-        return super().gathers_weights and self.wire.rounding == "nearest"  # forward and backward need the same weights
-
     def gather_weights(self, weights: Weights, ctx: StepContext) -> Stages:
         return self._rounded(self.inner.start_gather_weights(weights, ctx), ctx)
 
@@ -113,10 +104,10 @@ class WireCast(Composite):
             inner.close()
 
     def config(self) -> dict[str, Any]:
-        return {"accumulate": self.accumulate, "rounding": self.wire.rounding}
+        return {"accumulate": self.accumulate}
 
     def node(self) -> dict[str, Any]:
-        config = {key: value for key, value in self.config().items() if value != _DEFAULTS[key]}
+        config = self.config() if self.accumulate != "wire" else {}
         return {"hook": self._alone, "config": config} if self._alone else {**super().node(), "config": config}
 
     def _cast(self, request: Request) -> Request:
@@ -174,7 +165,7 @@ class _Sharded:
 
     def exchange(self) -> AllToAll:
         scale = 1.0 / self.world if self.request.op == "mean" else 1.0
-        encode(self.source, self.sent[: self.numel], scale, self.wire)
+        encode(self.source, self.sent[: self.numel], scale)
         self.sent[self.numel :].zero_()
         if isinstance(self.request, AllReduce) and self.request.sent is not None:
             self.request.sent.view(-1).copy_(self.sent[: self.numel]).mul_(1.0 / scale)
@@ -186,7 +177,7 @@ class _Sharded:
         if isinstance(self.request, ReduceScatter):
             self.request.output.copy_(total)
             return None
-        encode(total, self.mine, 1.0, self.wire)
+        encode(total, self.mine, 1.0)
         return AllGather(self.mine, self.received, scope=self.request.scope)
 
     def finish(self) -> None:

@@ -55,7 +55,6 @@ def fingerprint(handle: "CommHook", rows: Rows, *, watched: bool = False) -> dic
         "optimizer or scaler given": [str(watched)],
         "world size": [""],
         "step": [""],
-        "reference weight": [""],
         "state": [""],
         "collectives": [""],
         "pieces": [""],
@@ -64,7 +63,6 @@ def fingerprint(handle: "CommHook", rows: Rows, *, watched: bool = False) -> dic
     if engine is not None:
         fields["world size"] = [str(engine.transport.world_size)]
         fields["step"] = [str(engine.state.step)]
-        fields["reference weight"] = [str(engine.state.versions.reference)]
         steps = (engine.state.step, engine.state.step + LATER)  # now, and when every warm-up is over
         contexts = [place for step in steps for place in engine.context(step).places()]
         plans = [engine.reduction.plan(layout, ctx) for layout in binding.layouts for ctx in contexts]
@@ -114,7 +112,6 @@ def verify_state(
     entries: Mapping[tuple[str, str], torch.Tensor],
     refused: str = "",
     buckets: Sequence[Sequence[str]] = (),
-    reference: float | None = None,
 ) -> None:
     """Compare the ranks before they load a state into an attached handle.
 
@@ -128,7 +125,6 @@ def verify_state(
         entries: tensors by `(parameter, field)`.
         refused: reason why this rank refuses its state; empty if it accepts.
         buckets: names of the parameters in each bucket of the state's last step.
-        reference: weight that its residuals are in units of.
 
     Raises:
         RankMismatchError: on every rank, if ranks differ or one refuses.
@@ -140,7 +136,7 @@ def verify_state(
         return
     kinds = handle.reduction.fields if handle.reduction is not None else {}
     shared = [(*key, entries[key]) for key in sorted(entries) if kinds.get(key[1]) == "shared"]
-    everywhere = {"refused": refused.splitlines(), "step": [str(step)], "reference weight": [str(reference)]}
+    everywhere = {"refused": refused.splitlines(), "step": [str(step)]}
     here = {
         "buckets": [", ".join(names) for names in buckets],
         "state": [_entry(*one) for one in shared],

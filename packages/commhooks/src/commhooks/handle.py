@@ -179,7 +179,8 @@ class CommHook:
         - `*_seconds`: host time.
         - `weight_skew`, `weight_moved`, `weightless_steps` with `attach(weighted=True)`: largest weight over the mean weight
           in the last step; the part of its average that the weights moved between ranks, from 0 to 1 - 1 / W; steps that
-          were skipped because all ranks weighed 0.
+          were skipped because all ranks weighed 0. Weighted and plain mean are at most this part of the largest distance between
+          the gradients of two ranks apart. Their distance itself would take the plain mean, a second average.
 
         A binding with several axes adds up the figures of all axes.
 

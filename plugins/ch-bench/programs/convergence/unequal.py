@@ -1,6 +1,6 @@
 """A small GPT on packed documents of unequal length: plain DDP, weighted DDP and one process on the same tokens.
 
-    python -m programs.convergence.unequal [--ranks 4] [--seeds 3] [--steps 300] [--out FILE]
+    python -m programs.convergence.unequal [--ranks 4] [--seeds 3] [--steps 300] [--record]
 
 Each rank packs documents of its own into a batch, so ranks have different numbers of tokens in every step. The document lengths
 of a rank are drawn from 2 to 64 characters, around a mean that changes from rank to rank and from step to step. All three
@@ -12,14 +12,10 @@ the distance that one process has moved. Both are read after the last step.
 """
 
 import argparse
-import json
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -101,21 +97,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--out", type=Path, help="file for the figures of every seed, as JSON")
+    parser.add_argument("--record", action="store_true", help="write docs/measured/unequal.md")
     args = parser.parse_args(argv)
-    console, runs = Console(width=120), []
+    runs, rows = [], []
     for seed in range(args.seeds):
         runs.append(spawn(train, args.ranks, seed, args.steps, timeout=24 * 3600)[0])
-        console.print(f"seed {seed}: largest weight over the mean weight {runs[-1]['skew']:.2f}, mean over the steps")
-    table = Table("training", *(f"seed {seed}" for seed in range(args.seeds)), "mean", "distance from one process")
-    for name in runs[0]:
-        if name != "skew":
-            losses = [run[name][0] for run in runs]
-            far = mean(run[name][1] for run in runs)
-            table.add_row(name, *(f"{loss:.4f}" for loss in losses), f"{mean(losses):.4f}", f"{far:.2g}")
-    console.print(table)
-    if args.out is not None:
-        args.out.write_text(json.dumps({"machine": record.machine(), "seeds": runs}, indent=1) + "\n")
+        print(
+            f"seed {seed}: largest weight over the mean weight {runs[-1]['skew']:.2f}, mean over the steps", flush=True
+        )
+    for name in (key for key in runs[0] if key != "skew"):
+        losses, far = [run[name][0] for run in runs], mean(run[name][1] for run in runs)
+        rows.append([name, *(f"{loss:.4f}" for loss in losses), f"{mean(losses):.4f}", f"{far:.2g}"])
+    heads = ["method", *(f"seed {seed}" for seed in range(args.seeds)), "mean", "distance from one process"]
+    table, skew = record.markdown_table(heads, rows), mean(run["skew"] for run in runs)
+    print(table)
+    if args.record:
+        made_by, note = (
+            record.command("programs.convergence.unequal", argv),
+            f"largest weight over the mean: {skew:.2f}, mean of all steps",
+        )
+        record.write("unequal", "Loss on packed documents of unequal length", made_by, table, note)
     return 0
 
 

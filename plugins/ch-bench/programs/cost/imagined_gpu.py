@@ -35,7 +35,6 @@ COMPOSITIONS = [
     "powersgd(rank=4, warm_start=False)",
     "bf16_wrapper(powersgd(rank=4))",
     "bf16_compress(accumulate='fp32')",
-    "bf16_compress(rounding='stochastic')",
     "fp16_wrapper(powersgd(rank=4))",
     "error_feedback(bf16_compress)",
     "warmup(powersgd(rank=4), steps=2)",

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ch_core import RankCheck
+from ch_core import RankCheck, Weighing
 from ch_outer.parameters import local
 from ch_outer.schedule import CARRY
 from commhooks import HookConfigError, PendingAverage, RankMismatchError, Reducer, StateError
@@ -94,8 +94,7 @@ class Fragment:
         # Rounding of 16-bit parameters: exact place minus parameter. Without it, the next pseudo-gradient would contain the
         # rounding, and a start that moves by less than the parameter's precision would never move.
         self._rounding: dict[str, torch.Tensor] = {}
-        # Of the inner steps since the last exchange, if rounds are weighted.
-        self._weight: float | torch.Tensor | None = None
+        self._moves = Weighing()  # of the inner steps since the last exchange, if rounds are weighted
         self.sent_weight: float | torch.Tensor | None = None  # of the exchange under way, or of the last one
         self._check = RankCheck(1, "raise")
         binding = reducer.handle.binding
@@ -110,7 +109,7 @@ class Fragment:
 
     def weigh(self, n: float | torch.Tensor) -> None:
         """Add to this rank's weight in the next round."""
-        self._weight = n if self._weight is None else self._weight + n
+        self._moves.add(n)
 
     def begin(self, count: int, error: Exception | None = None) -> None:
         """Start the exchange of the pseudo-gradient.
@@ -123,9 +122,10 @@ class Fragment:
         error = error or self.fill()
         if error is None and self.mix == CARRY:
             sent_from = {name: self._position(name).clone() for name in self.starts}
-        if self._weight is not None:
-            self.reducer.weigh(self._weight)
-        self._weight, self.sent_weight = None, self._weight
+        self.sent_weight = self._moves.weight
+        self._moves.clear()
+        if self.sent_weight is not None:
+            self.reducer.weigh(self.sent_weight)
         self._exchange = self.reducer.start(error=error)
         self._sent_from, self.since = sent_from, count
 
@@ -249,6 +249,13 @@ class Fragment:
         for name, start in self.starts.items():
             start.copy_(starts[name])
             self._move_to(name, start)
+        self._forget_moves()
+
+    def _forget_moves(self) -> None:
+        """Count no inner steps so far, because the parameters are at the start."""
+        if self._moves.weight is not None:
+            self._moves.clear()
+            self._moves.add(0.0)
 
     def load(self, loaded: Collection[int]) -> None:
         """Move the start to parameters of these identities, which the script has just loaded on all ranks.
@@ -261,6 +268,8 @@ class Fragment:
                 self.miss()
                 self.starts[name].copy_(local(param))
                 self._rounding.pop(name, None)
+        if all(id(param) in loaded for param in self.params.values()):
+            self._forget_moves()
 
     # -- checkpoints
 
@@ -276,7 +285,7 @@ class Fragment:
             "mean": {name: self.reducer.tensors[name].clone() for name in self.starts} if waiting else {},
             "left": {name: tensor.clone() for name, tensor in self._sent_from.items()} if waiting else {},
             "rest": {name: tensor.clone() for name, tensor in self._rounding.items()},
-            "weight": None if self._weight is None else float(self._weight),
+            "weight": None if self._moves.weight is None else float(self._moves.weight),
         }
 
     def check(self, saved: Mapping[str, Any]) -> None:
@@ -301,7 +310,9 @@ class Fragment:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a state that :meth:`check` has accepted. Its ``"reducer"`` is already in the reducer."""
         self._exchange, self.since, self.settled = None, saved["since"], saved.get("settled")
-        self._weight = saved.get("weight")
+        self._moves.clear()
+        if saved.get("weight") is not None:
+            self._moves.add(saved["weight"])
         self.landed = self.settled  # steps of the loaded run, not of this process
         for name, start in self.starts.items():
             start.copy_(saved["start"][name])

@@ -148,10 +148,6 @@ class OuterOptimizer(InnerOptimizer):
             raise HookNotSupportedError(
                 "weigh() needs OuterOptimizer(weighted=True) on all ranks. Without it all ranks count equally"
             )
-        if isinstance(n, torch.Tensor):
-            if n.numel() != 1:
-                raise HookConfigError(f"weigh() takes one number; got a tensor of shape {tuple(n.shape)}")
-            n = n.detach().to(torch.float32, copy=True).reshape(())  # the script may write to its tensor later
         for fragment in self._shared.fragments:
             fragment.weigh(n)
 

@@ -1,4 +1,4 @@
-"""Quantized hooks: blocks of 8, 4, 3, 2 or 1 bits in two stages, and PyTorch's two affine ones.
+"""Quantized hooks: blocks of 8, 4, 2 or 1 bits in two stages, and PyTorch's two affine ones.
 
 Names are imported at first use: ``commhooks list`` imports this package and must not load torch.
 """

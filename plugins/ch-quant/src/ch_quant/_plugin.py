@@ -37,11 +37,11 @@ def _blocks() -> Iterable[HookSpec]:
         options=QuantOptions.options(),
         capabilities=_LOSSY,
         needs=_FLOATS,
-        example="quant(bits=3, rotation='hadamard')",
+        example="quant(rotation='hadamard')",
         paper="https://arxiv.org/abs/2306.10209",
         group="low-bit",
-        when="a number of bits that no preset has, e.g. 3",
-        loss="between those of quant2, quant4 and quant8",
+        when="bits are an option of a sweep; otherwise take a preset, which is the same",
+        loss="that of the preset of these bits",
     )
     for name, (summary, paper) in _PAPERS.items():
         yield HookSpec(

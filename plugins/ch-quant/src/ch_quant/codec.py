@@ -2,12 +2,12 @@
 
 A block of ``block`` numbers ``x`` travels as a scale ``s`` (bf16) and codes ``q`` of b bits:
 
-* 8, 4 and 3 bits, *mid-tread*: ``q = round(x / s)`` with ``L = 2^(b-1) - 1`` (127, 7, 3), decoded as ``q s``. Zero is a level
+* 8 and 4 bits, *mid-tread*: ``q = round(x / s)`` with ``L = 2^(b-1) - 1`` (127, 7), decoded as ``q s``. Zero is a level
   (QSGD, arXiv:1610.02132; blocks as in ZeRO++'s qgZ, arXiv:2306.10209). 8 bits: ``s = max|x| / L``, codes from -L to L.
-* 4 and 3 bits have few levels, and one more, ``-(L + 1)``, for the side that reaches farther. ``s`` is negative if that is
+* 4 bits have few levels, and one more, ``-(L + 1)``, for the side that reaches farther. ``s`` is negative if that is
   the positive side (as in ggml's Q4_0). With M the largest magnitude, and N the largest on the other side,
-  ``|s| = max(M / (L + 1), N / L)``, and nothing is clipped. The squared error is a fifth smaller than with ``M / L`` at 4 bits,
-  and a quarter at 3. ``M / (L + 1/2)`` would do as well, but makes the largest number of every block smaller, at both stages.
+  ``|s| = max(M / (L + 1), N / L)``, and nothing is clipped. The squared error is a fifth smaller than with ``M / L``.
+  ``M / (L + 1/2)`` would do as well, but makes the largest number of every block smaller, at both stages.
 * 2 and 1 bits, *mid-rise*: levels ``(q + 1/2) 2h`` with ``q = floor(x / 2h)``. For 1 bit ``h = mean|x|``, which is
   signSGD with the mean magnitude of the block (Karimireddy et al. 2019, arXiv:1901.09847). For 2 bits ``h = 0.7 mean|x|``,
   with levels at 0.7 and 2.1 times the mean magnitude. 0.7 lies between the best values for normal numbers (0.62) and for
@@ -19,15 +19,14 @@ level is ``max|x|``, and the scale is rounded up.
 The scale has 8 significant bits and the range of fp32. The codes are made with the scale as it travels, so that its
 rounding costs no accuracy. A block with NaN or Inf has a scale that is not finite, so it decodes to NaN or Inf for all
 codes. A block of zeros decodes to zeros. Numbers below 1e-34 lose accuracy. Numbers within half
-a per cent of fp32's largest may become Inf at 4, 3 and 1 bits, and with stochastic rounding.
+a per cent of fp32's largest may become Inf at 4 and 1 bits, and with stochastic rounding.
 
 In a message of ``rows`` blocks all scales stand first, then the codes in chunks.
 
-Codes of 1, 2, 3, 4 or 8 bits are packed into bytes without a loop over rows. A chunk of ``n`` codes (``n`` a multiple of 16) is
-cut into lanes of equal length, one after another: two for 4 bits, four for 2, eight for 1 and for 3. Byte ``i`` has code ``i``
-of every lane, lane 0 in the lowest bits, so every step works on whole contiguous lanes. With three bits, the codes
-``i`` of eight lanes form one 24-bit number in byte ``i`` of three rows of ``n / 8`` bytes. Its lowest byte is in row 0.
-Codes are two's complement. A shift to the left, until a code's sign is the byte's, and one to the right decode it.
+Codes of 1, 2, 4 or 8 bits are packed into bytes without a loop over rows. A chunk of ``n`` codes (``n`` a multiple of 16) is
+cut into lanes of equal length, one after another: two for 4 bits, four for 2, eight for 1. Byte ``i`` has code ``i``
+of every lane, lane 0 in the lowest bits, so every step works on whole contiguous lanes. Codes are two's complement. A shift to
+the left, until a code's sign is the byte's, and one to the right decode it.
 """
 
 import math
@@ -41,7 +40,7 @@ import torch
 from ch_quant.sizes import SIZES
 from commhooks import StepContext
 
-WIDTHS = (8, 4, 3, 2, 1)
+WIDTHS = (8, 4, 2, 1)
 LARGEST = 1e36  # of a scale's reciprocal; without the limit the reciprocals of smaller scales are infinite
 UP = 1.0 + 2.0**-7  # more than bf16 may round a scale down
 TWO_BITS = 0.7  # half a step of 2 bits, in mean magnitudes
@@ -52,7 +51,7 @@ class Codec:
     """Format of the numbers on the wire.
 
     Args:
-        bits: 8, 4, 3, 2 or 1.
+        bits: 8, 4, 2 or 1.
         block: numbers that share a scale, a multiple of 16.
         rounding: ``"nearest"`` or ``"stochastic"``.
 
@@ -73,7 +72,7 @@ class Codec:
     @property
     def lopsided(self) -> bool:
         """True if the side that reaches farther has one more level."""
-        return self.bits in (4, 3) and self.rounding == "nearest"
+        return self.bits == 4 and self.rounding == "nearest"
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -309,7 +308,7 @@ def packed_bytes(numel: int, bits: int) -> int:
 
 def in_lanes(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
     """Return views of the lanes of ``codes``, 1-D, its length a multiple of 16."""
-    return codes.view(8 if bits == 3 else 8 // bits, -1).unbind()
+    return codes.view(8 // bits, -1).unbind()
 
 
 def pack(lanes: Sequence[torch.Tensor], bits: int, out: torch.Tensor, spare: torch.Tensor) -> None:
@@ -317,7 +316,7 @@ def pack(lanes: Sequence[torch.Tensor], bits: int, out: torch.Tensor, spare: tor
 
     Args:
         lanes: codes, int8, from :func:`in_lanes`.
-        bits: 8, 4, 3, 2 or 1.
+        bits: 8, 4, 2 or 1.
         out: ``(n * bits / 8,)`` int8, for ``n`` codes.
         spare: int8, as long as a lane, overwritten.
 
@@ -329,9 +328,6 @@ def pack(lanes: Sequence[torch.Tensor], bits: int, out: torch.Tensor, spare: tor
         >>> out[:2].tolist()  # codes 0 and 8, codes 1 and 9
         [17, -1]
     """
-    if bits == 3:
-        _pack3(lanes, out.view(3, -1), spare)
-        return
     last, mask = len(lanes) - 1, (1 << bits) - 1
     torch.bitwise_left_shift(lanes[last], _by(bits * last), out=out)  # bits above the code leave the byte
     for k in range(last - 1, -1, -1):
@@ -351,47 +347,7 @@ def unpack(packed: torch.Tensor, bits: int, lanes: Sequence[torch.Tensor]) -> No
         >>> codes.unique().tolist()
         [1]
     """
-    if bits == 3:
-        _unpack3(packed.view(3, -1), lanes)
-        return
     for k, lane in enumerate(lanes):
         left = 8 - bits * (k + 1)
         source = torch.bitwise_left_shift(packed, _by(left), out=lane) if left else packed
         torch.bitwise_right_shift(source, _by(8 - bits), out=lane)
-
-
-def _pack3(lanes: Sequence[torch.Tensor], rows: torch.Tensor, spare: torch.Tensor) -> None:
-    for row, parts in zip(rows, _PLACES, strict=True):
-        for number, (lane, left, mask) in enumerate(parts):
-            target = spare if number else row
-            shift = torch.bitwise_left_shift if left >= 0 else torch.bitwise_right_shift
-            shift(lanes[lane], _by(abs(left)), out=target)
-            target.bitwise_and_(_by(mask))
-            if number:
-                row.bitwise_or_(spare)
-
-
-def _unpack3(rows: torch.Tensor, lanes: Sequence[torch.Tensor]) -> None:
-    for lane, (row, left) in _WHOLE.items():
-        torch.bitwise_left_shift(rows[row], _by(left), out=lanes[lane]).bitwise_right_shift_(_by(5))
-    for lane, (row, right, mask, left) in _CUT.items():
-        part = torch.bitwise_left_shift(rows[row + 1], _by(left), out=lanes[lane])  # its upper bits
-        part.bitwise_or_((rows[row] >> _by(right)).bitwise_and_(_by(mask)))
-        part.bitwise_left_shift_(_by(5)).bitwise_right_shift_(_by(5))
-
-
-# byte of a row: (lane, by how much its code is shifted left, the bits of the byte that it then has)
-_PLACES = (
-    ((0, 0, 0b00000111), (1, 3, 0b00111000), (2, 6, -64)),
-    ((2, -2, 0b00000001), (3, 1, 0b00001110), (4, 4, 0b01110000), (5, 7, -128)),
-    ((5, -1, 0b00000011), (6, 2, 0b00011100), (7, 5, -32)),
-)
-_WHOLE = {
-    0: (0, 5),
-    1: (0, 2),
-    3: (1, 4),
-    4: (1, 1),
-    6: (2, 3),
-    7: (2, 0),
-}  # lane: row, shift that puts its sign on top
-_CUT = {2: (0, 6, 3, 2), 5: (1, 7, 1, 1)}  # lane: row of its low bits, where, how many, and where its upper bits belong

@@ -27,7 +27,7 @@ class QuantOptions(Options):
         HookConfigError: an option out of its limits, or options that contradict each other.
     """
 
-    bits: Literal[8, 4, 3, 2, 1] = option(4, "bits of a number on the wire")
+    bits: Literal[8, 4, 2, 1] = option(4, "bits of a number on the wire")
     block: int = option(128, "elements that share a scale, a multiple of 16", at_least=16, at_most=65536)
     rounding: Literal["nearest", "stochastic"] = option(
         "nearest",

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from ch_core.engine.outcome import Progress, StepOutcome
-from ch_core.engine.weights import next_reference
+from ch_core.engine.weights import StepWeights, next_reference
 from ch_core.entries import Versions
 from ch_core.errors import CommHooksError
 
@@ -74,6 +74,7 @@ class Commits:
         self._last: StepOutcome | None = None  # of the last finished step
         self._common: StepOutcome | None = None  # the same if the ranks decided it together, until the next step
         self._can_judge = True  # False if this rank contributed no data, so its own optimizer cannot tell
+        self._elastic = False  # True if the group of the last step is elastic
         self._veto = False
         self._judge_error: BaseException | None = None  # first exception of the judge since the last step began
         self._peers: tuple[int, int] | None = None  # answer and clock of a peer, if this rank cannot judge
@@ -90,7 +91,7 @@ class Commits:
 
         In an elastic group a member knows each outcome by itself. It must not ask its peers, which may be gone.
         """
-        self._last, self._can_judge = outcome, participated or elastic
+        self._last, self._can_judge, self._elastic = outcome, participated or elastic, elastic
         self._common = None if outcome.alone or elastic else outcome
         judge = self.judge
         if judge is not None:
@@ -119,18 +120,28 @@ class Commits:
         kept = last is not None and last.good() and used is not False
         if kept:
             self.versions.commit(tentative=used is None, presumed=presumed, dropped=self.dropped())
-            if last is not None and last.weights is not None:
-                # Only of a committed step, because of others the members of an elastic group may know different weights. From
-                # the state's reference, because a member that healed in this step has just received it.
-                reference = self.versions.reference or 1.0
-                self.versions.next_reference = next_reference(reference, last.weights.values())
         else:
             self.versions.rollback()
+        if last is not None and last.weights is not None and (kept or not self._elastic):
+            self._next_reference(last.weights)
         if last is not None:
             last.progress = Progress.RESOLVED
         if used is not None:
             self.versions.resolve_tentative(used)
         return kept
+
+    def _next_reference(self, weights: StepWeights) -> None:
+        """Let the reference follow the weights of a resolved step.
+
+        Fixed ranks do so also after a step that was not kept. All of them know its weights, but a rank that contributed no data
+        may resolve it otherwise than its peers. Members of an elastic group know the same weights of a committed step alone.
+        """
+        versions = self.versions
+        if versions.reference is None and self._elastic:
+            versions.refer(weights.reference)
+        # From the state's reference, because a member that healed in this step has just received it.
+        if versions.reference is not None:
+            versions.next_reference = next_reference(versions.reference, weights.values())
 
     def rollback(self) -> None:
         """Treat the last finished step, and earlier tentative ones, as not used."""

@@ -91,6 +91,8 @@ class Engine:
         self.sampler = Sampler(transport.rank)
         self.rank_check: RankCheck | None = None
         self.weighing: Weighing | None = None
+        self._agrees = False  # True if the states of all ranks have one reference weight
+        self._first_reference = 1.0  # of an elastic group whose states have none
         self._sends_status, self._status_last = sends_status, status_last
         self._resolving = threading.RLock()
         self._on_reduced: Callable[[Bucket], None] | None = None
@@ -133,10 +135,14 @@ class Engine:
         """Weigh the ranks from the next step on, by :attr:`weighing`. All ranks must make this call."""
         self.weighing = Weighing()
 
-    def forget_weight(self) -> None:
-        """Forget the weight of a step that is not run, because the next one weighs again."""
-        if self.weighing is not None:
-            self.weighing.clear()
+    def first_weight(self) -> float:
+        """Return this rank's weight of the next step until its state has a reference, then 0. The host waits for it."""
+        weight = self.weighing.weight if self.weighing is not None else None
+        return 0.0 if weight is None or self.state.versions.reference is not None else float(weight)
+
+    def set_first_weights(self, mean: float) -> None:
+        """Set the mean of all members' :meth:`first_weight` for the next step of an elastic group."""
+        self._first_reference = reference_for([mean]) or 1.0
 
     def set_failure(self, failure: BaseException | None) -> None:
         """Refuse further steps with this error. ``None`` allows them again after members of an elastic group have met."""
@@ -281,8 +287,6 @@ class Engine:
         the draft belongs to the last finished step, which may still be committed.
         """
         unfinished = self.in_step
-        if unfinished:
-            self.forget_weight()
         self.messenger.drop()  # first, because a late message may decode until then
         self.step.abandon()
         self.sampler.abandon()
@@ -308,7 +312,7 @@ class Engine:
 
     def forget_unresolved(self) -> None:
         """Drop unresolved steps, because another state has been loaded."""
-        self._untold = None
+        self._untold, self._agrees = None, False
         self.commits.forget()
 
     def rollback(self) -> None:
@@ -326,7 +330,7 @@ class Engine:
         """Use another group of ranks from the next step on. The state stays."""
         self.resolve_step()
         self.transport = self.messenger.transport = transport
-        self.failure = self._untold = None
+        self.failure, self._untold, self._agrees = None, None, False
         self.schedule.move(transport)
         if self.rank_check is not None:
             self.rank_check.restart()
@@ -365,7 +369,7 @@ class Engine:
             early: True if averages are used before the step ends.
         """
         if self.failure is not None:
-            self.forget_weight()
+            self._forget_weight()
             raise self.failure
         if is_capturing(device):
             # A replayed step would never be committed, and would write its state to the same of two buffers every time.
@@ -410,13 +414,16 @@ class Engine:
             weight = float(weight)
         versions, self.messenger.device = self.state.versions, device
         reference = versions.next_reference or versions.reference
-        if reference is None and self.transport.elastic:
-            # A member that joins would not take part in a gather. The first step finds another reference.
-            reference = 1.0
-        elif reference is None:
-            reference = reference_for(self.gather(as_message(weight, device)).flatten().tolist())
+        if not self.transport.elastic and not self._agrees:
+            every = self.gather(as_message(reference or 0.0, weight, device=device)).flatten().tolist()
+            if reference is None or any(other != reference for other in every[::2]):
+                reference = reference_for(every[1::2])
+            self._agrees = reference is not None
         if reference is not None:
             self._local(partial(versions.refer, reference))
+        elif self.transport.elastic:
+            # A member that joins would not take part in a gather. The states take over the reference of a committed step.
+            reference = self._first_reference
         rank, world = self.transport.rank, self.transport.world_size
         outcome.weights = made = StepWeights(rank, world, weight, of, device, reference or 1.0)
         if early:
@@ -424,6 +431,11 @@ class Engine:
                 made.post(self.messenger)
             except Exception as lost:
                 self._lose(lost)
+
+    def _forget_weight(self) -> None:
+        """Forget the weight of a step that does not begin, because the next one weighs again."""
+        if self.weighing is not None:
+            self.weighing.clear()
 
     def _check_ranks(self, check: RankCheck, device: torch.device) -> None:
         participating = self.step.participating
@@ -616,6 +628,7 @@ class Engine:
         """
         lost = error if isinstance(error, CommHooksError) else TransportError(f"{type(error).__name__}: {error}")
         self.failure = lost
+        self._forget_weight()
         self.abandon()
         self.transport.abort()
         raise lost from (None if lost is error else error)

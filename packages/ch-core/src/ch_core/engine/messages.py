@@ -262,7 +262,7 @@ class Batch:
                 merged.mul_(scale)
         else:
             for source, part in zip(tensors, parts, strict=True):
-                encode(source, part, scale, wire)
+                encode(source, part, scale)
         for request, part in zip(group, parts, strict=True):
             if request.sent is not None:
                 request.sent.copy_(part.view(request.sent.shape)).mul_(1.0 / scale)
@@ -353,7 +353,7 @@ class Batch:
             name, device = f"{request.kind} {number}", sent.device
             sent = self._scratch.get(self._owner, name + " input", sent.shape, wire.dtype, device)
             received = self._scratch.get(self._owner, name + " output", received.shape, wire.dtype, device)
-            encode(request.input, sent, 1.0, wire)
+            encode(request.input, sent, 1.0)
             decode = partial(_copy, request.output, received)
         if request.sent is not None:
             request.sent.copy_(sent)
@@ -376,7 +376,7 @@ class Batch:
         device, name = request.input.device, f"reduce-scatter {number}"
         sent = self._scratch.get(self._owner, name + " input", request.input.shape, wire.dtype, device)
         received = self._scratch.get(self._owner, name + " output", request.output.shape, wire.dtype, device)
-        encode(request.input, sent, scale, wire)
+        encode(request.input, sent, scale)
         self._count(sent.nbytes, transport, request.scope, ring=True)
         work = transport.reduce_scatter(received, sent, _sum(request.op))
         self._messages.append(Message(work, received, partial(_copy, request.output, received)))

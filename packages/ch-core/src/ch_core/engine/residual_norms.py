@@ -16,7 +16,7 @@ class ResidualNorm(NamedTuple):
     """Norm of a residual on this rank.
 
     Attributes:
-        residual: norm of the residual, without the loss scale.
+        residual: norm of the residual, without the loss scale and in units of the average.
         total: norm of gradient plus residual in the same units; ``None`` if the gradient is gone.
     """
 
@@ -42,17 +42,19 @@ def residual_norms(engine: Engine) -> dict[str, ResidualNorm]:
     step = state.step if engine.outcome.progress is Progress.DECIDED else max(state.step - 1, 0)
     found = {}
     available = {p.name: (bucket, p) for bucket in engine.step.kept for p in bucket.params}
+    # A weighted step multiplies gradients before their encoding, and divides the average.
+    unit = engine.outcome.weights.divisor if engine.outcome.weights is not None else 1.0
     residuals = {name: entry for (name, field), entry in state.draft.newest().items() if field == RESIDUAL}
     for name in sorted(residuals):
-        residual = residuals[name].numbers()
-        norm = torch.linalg.vector_norm(residual.double()).item()
+        residual = residuals[name].numbers().double() / unit
+        norm = torch.linalg.vector_norm(residual).item()
         total = None
         if name in available and residual.numel() == available[name][1].numel:  # not only a part of the parameter
             bucket, param = available[name]
             gradient = as_residual(bucket, param, reduction, step).double()
             # The user zeroed the gradient in place, or nothing was sent. In both cases the share is unknown.
             if norm == 0 or gradient.any():
-                both = gradient + residual.double().reshape(gradient.shape)
+                both = gradient + residual.reshape(gradient.shape)
                 total = torch.linalg.vector_norm(both).item() / state.versions.loss_scale
         found[name] = ResidualNorm(norm / state.versions.loss_scale, total)
     return found

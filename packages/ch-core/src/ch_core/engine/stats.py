@@ -76,7 +76,9 @@ class Counters:
         weightless_steps: weighted steps that were skipped because all ranks weighed 0.
         weight_skew: largest weight over the mean weight of the last weighted step, from 1 to W.
         weight_moved: ``sum(|n_r / sum(n) - 1 / W|) / 2`` of that step, the part of the average that the weights move between
-            ranks. It is 0 if the weighted mean is the plain one, and at most 1 - 1 / W.
+            ranks, from 0 to 1 - 1 / W. Weighted and plain mean are at most this part of the largest distance between the
+            gradients of two ranks apart. Their distance itself would take the plain mean, a second average.
+        weight_divisor: divisor of the average of that step; the reduction's residuals are in units before the division.
     """
 
     steps: int = 0
@@ -91,6 +93,7 @@ class Counters:
     weightless_steps: int = 0
     weight_skew: float | None = None
     weight_moved: float = 0.0
+    weight_divisor: float = 1.0
     _weights: Callable[[], Sequence[float]] | None = None  # of the last step, not read yet
     _before: tuple[float, int] = (0.0, 0)  # trip_bytes and rounds when the step began
 
@@ -125,7 +128,7 @@ class Counters:
         if total == 0:
             self.weightless_steps += 1
         elif all(0 <= one < math.inf for one in weights):
-            self.weight_skew = max(weights) * world / total
+            self.weight_skew, self.weight_divisor = max(weights) * world / total, total / world
             self.weight_moved = math.fsum(abs(one / total - 1 / world) for one in weights) / 2
 
     def as_dict(self) -> dict[str, float]:
@@ -303,7 +306,7 @@ class Sampler:
         if trips > 0 and counters.gradient_bytes:
             figures["ratio"] = sample.trips * counters.gradient_bytes / trips
         if sample.sums is not None:
-            figures |= _figures(sample.sums.values(), sample.scale)
+            figures |= _figures(sample.sums.values(), sample.scale * counters.weight_divisor)
         for recording in list(sample.recordings):
             try:
                 recording.deliver(int(before["steps"]), dict(figures))

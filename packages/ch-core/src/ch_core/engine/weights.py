@@ -5,8 +5,9 @@ products, and keeps residuals in their unit. The ranks exchange all f_r in the s
 their own. At the end of the step each bucket is multiplied by ``W / sum(f_r)``. Code that uses an average earlier (FSDP2, an
 optimizer inside the backward) needs the weights earlier. They then travel next to the first bucket.
 
-The reference is a power of two that all ranks know. The ranks gather their weights once, before the first weighted step.
-From then on the reference stays until the mean weight of a step is more than four times as large or as small. Products with
+The reference is a power of two that all ranks know. The ranks gather their weights before the first weighted step of a group or
+after a load, and keep the reference of their states if it is equal on all of them. From then on it stays until the mean weight of
+a step is more than four times as large or as small. Products with
 a power of two are exact, so if all weights equal the reference, a step has the bits of a step without weights. A step without
 weights counts as a step in which all weights equal the reference.
 """
@@ -39,12 +40,12 @@ class Weighing:
         self._weight: float | torch.Tensor | None = None
         self._of: Of = "mean"
 
-    def add(self, weight: float | torch.Tensor, of: Of) -> None:
+    def add(self, weight: float | torch.Tensor, of: Of = "mean") -> None:
         """Add to the weight of the next step. See :meth:`.CommHook.weigh`."""
         if isinstance(weight, torch.Tensor):
             if weight.numel() != 1 or weight.is_complex():
                 raise HookConfigError(
-                    f"weigh() takes a number, such as the number of tokens, or a tensor with one; got {weight.dtype} of "
+                    f"weigh() takes one number, such as the number of tokens, as a float or a tensor; got {weight.dtype} of "
                     f"shape {tuple(weight.shape)}"
                 )
             # A copy, because the script may write to its tensor before the step begins.
@@ -56,9 +57,14 @@ class Weighing:
         if self._weight is None:
             self._weight, self._of = weight, of
         elif self._of == of:
-            self._weight = self._weight + weight
+            self._weight = _legal_or_nan(self._weight) + _legal_or_nan(weight)
         else:
             self._weight = _MIXED  # raised at the end of the step, on all ranks
+
+    @property
+    def weight(self) -> float | torch.Tensor | None:
+        """The weight of the next step; ``None`` without a call of :meth:`add`."""
+        return self._weight
 
     def take(self) -> tuple[float | torch.Tensor, Of]:
         """Return weight and kind of the step that begins, and start from nothing."""
@@ -67,7 +73,7 @@ class Weighing:
         return weight, self._of
 
     def clear(self) -> None:
-        """Forget the weight of a step that was dropped."""
+        """Forget the weight of a step that does not begin."""
         self._weight = None
 
 
@@ -82,18 +88,21 @@ class StepWeights:
         reference: weight that all ranks know. A member that heals in this step does not know it yet, and needs only f_r.
 
     Attributes:
+        reference: as given.
         vector: (W,) fp32. Element r is f_r of rank r, 0 from every other rank until :meth:`received`.
         early: True if the weights travel next to the first bucket, and averages are divided when they are complete.
     """
 
-    __slots__ = ("_batch", "_copy", "_f", "_of", "_ranks", "_reference", "_values", "early", "vector")
+    __slots__ = ("_batch", "_copy", "_f", "_of", "_ranks", "_values", "early", "reference", "vector")
 
     def __init__(
         self, rank: int, world: int, weight: float | torch.Tensor, of: Of, device: torch.device, reference: float
     ) -> None:
-        self._of, self._reference, self.early = of, reference, False
+        self._of, self.reference, self.early = of, reference, False
         said = not isinstance(weight, torch.Tensor) and weight in (_MISSING, _MIXED)
-        self._f = weight if said else weight / reference
+        f = weight if said else weight / reference
+        # Rounded, because the peers divide by the number in the vector.
+        self._f = f if isinstance(f, torch.Tensor) else _fp32(f)
         self.vector = torch.zeros(world, dtype=torch.float32, device=device)
         # By fill_, because an assignment by index copies from pageable memory, for which the host would wait for a GPU.
         self.vector[rank].copy_(self._f) if isinstance(self._f, torch.Tensor) else self.vector[rank].fill_(self._f)
@@ -107,7 +116,7 @@ class StepWeights:
     def scale(self, bucket: Bucket) -> None:
         """Multiply a bucket by this rank's weight over the reference. A weight of 0 makes zeros, also of NaN."""
         numbers, f = _numbers(bucket), self._f
-        factor = f if self._of == "mean" else 1.0 / self._reference
+        factor = f if self._of == "mean" else 1.0 / self.reference
         if isinstance(f, torch.Tensor):
             _multiply(numbers, factor)
             numbers.masked_fill_(f == 0, 0)
@@ -183,9 +192,15 @@ class StepWeights:
         """Sum of all f_r."""
         return math.fsum(self.values())
 
+    @property
+    def divisor(self) -> float:
+        """Mean f_r, by which an average is divided; 1 if it is not."""
+        mean = self.total / self._ranks
+        return mean if 0 < mean < math.inf else 1.0
+
     def error(self, name: str) -> HookConfigError | None:
         """Return the error that all ranks raise if a rank has no legal weight."""
-        texts = [_fault(f, self._reference) for f in self.values()]
+        texts = [_fault(f, self.reference) for f in self.values()]
         faults = [f"rank {rank} {text}" for rank, text in enumerate(texts) if text]
         if not faults:
             return None
@@ -221,11 +236,26 @@ def next_reference(reference: float, shares: Iterable[float]) -> float:
     return max(_LEAST, min(_MOST, reference * ratio))
 
 
-def as_message(weight: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a weight as (1,) fp32 on a device, without a wait of the host unless it lies on another one."""
+def as_message(*weights: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return weights, of which tensors are on the device, as (n,) fp32 without a wait of the host."""
+    return torch.stack(
+        [
+            one if isinstance(one, torch.Tensor) else torch.full((), _fp32(one), dtype=torch.float32, device=device)
+            for one in weights
+        ]
+    )
+
+
+def _fp32(number: float) -> float:
+    """Round to fp32. A number beyond its range is infinite, where torch would raise on this rank alone."""
+    return torch.tensor(number, dtype=torch.float64, device="cpu").float().item()
+
+
+def _legal_or_nan(weight: float | torch.Tensor) -> float | torch.Tensor:
+    """Return NaN for a negative weight, which the weight of a later backward would hide in the sum."""
     if isinstance(weight, torch.Tensor):
-        return weight.to(device).reshape(1)
-    return torch.full((1,), weight, dtype=torch.float32, device=device)
+        return torch.where(weight >= 0, weight, math.nan)
+    return weight if weight >= 0 else math.nan
 
 
 def _fault(f: float, reference: float) -> str:

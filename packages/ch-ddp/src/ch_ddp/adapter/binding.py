@@ -34,6 +34,7 @@ class SlotBinding(Binding):
     """
 
     driver: Driver
+    weighs = True
 
     def __init__(self, model: DistributedDataParallel, names: Mapping[int, str] | None = None) -> None:
         self.names = names if names is not None else {id(p): name for name, p in model.module.named_parameters()}
@@ -124,10 +125,6 @@ class DDPBinding(SlotBinding):
             self.driver.rank_check = check
         else:
             self.driver.engine.rank_check = check
-
-    def weigh_ranks(self) -> None:
-        for engine in self.engines.values():
-            engine.set_weighted()
 
     def on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
         """Call ``callback`` with every bucket as soon as the bucket holds the average.

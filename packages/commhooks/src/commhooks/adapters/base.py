@@ -40,6 +40,7 @@ class Binding(ABC):
         other_axes: other groups of a mesh whose ranks load a state together with this one.
         sums: True if the model sums the ranks' gradients without a division, because its loss is divided by the tokens
             of all ranks. The weight of a residual then does not depend on the number of ranks.
+        weighs: True if all engines can average by weights.
     """
 
     engine: Engine | None = None
@@ -50,6 +51,7 @@ class Binding(ABC):
     ignored: Collection[int] = ()
     group: dist.ProcessGroup | None = None
     other_axes: Sequence[dist.ProcessGroup] = ()
+    weighs: bool = False
 
     @property
     def engines(self) -> Mapping[str, Engine]:
@@ -125,15 +127,19 @@ class Binding(ABC):
         Raises:
             HookNotSupportedError: the adapter does not support it.
         """
-        raise HookNotSupportedError(
-            f"weighted=True: {type(self).__name__} does not support weights. DDP, replicate() and commhooks.Reducer do. "
-            "Omit weighted=, and scale the loss by this rank's tokens over the mean tokens of all ranks"
-        )
+        if not self.weighs:
+            raise HookNotSupportedError(
+                f"weighted=True: {type(self).__name__} does not support weights. DDP, replicate() and commhooks.Reducer do. "
+                "Omit weighted=, and scale the loss by this rank's tokens over the mean tokens of all ranks"
+            )
+        for engine in self.engines.values():
+            engine.set_weighted()
 
     def on_reduced(self, callback: Callable[[Bucket], None] | None) -> None:
         """Call a function with every bucket of a backward as soon as it holds the average; ``None`` stops it.
 
-        It runs on the thread of the backward. If it raises, ``backward()`` raises on every rank.
+        It runs on the thread of the backward. If it raises, ``backward()`` raises on every rank. With ``weighted=True`` all ranks
+        set a callback, or none does, because weights then travel before the first average.
 
         Raises:
             HookNotSupportedError: the adapter does not support it.

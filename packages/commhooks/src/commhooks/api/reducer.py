@@ -34,6 +34,7 @@ class _ReducerBinding(Binding):
     """Binding of a :class:`Reducer`: no model, one engine."""
 
     calls = 0
+    weighs = True
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class _ReducerBinding(Binding):
                 "weighted=True: a reducer over a manager does not support weights. ch_ft.DistributedDataParallel does. Omit "
                 "weighted=, and scale the tensors by this rank's weight over the mean weight"
             )
-        self.engines[""].set_weighted()
+        super().weigh_ranks()
 
     def detach(self) -> None:
         """Release the manager if there is one. There is no model to restore."""

@@ -208,10 +208,9 @@ def _agreed(hook: "CommHook | HookState", made: Loaded | None, refusal: Exceptio
     """Let all ranks of an attached handle load, or none. All of them make this call."""
     if not isinstance(hook, HookState) and hook.attached and hook.agreement_timeout is not None:
         step, entries, buckets = (made.step, made.entries, made.buckets) if made is not None else (0, {}, ())
-        reference = made.reference if made is not None else None
         try:
             why = "" if refusal is None else str(refusal) or repr(refusal)
-            verify_state(hook, hook.agreement_timeout, step, entries, why, buckets, reference)
+            verify_state(hook, hook.agreement_timeout, step, entries, why, buckets)
         except CommHooksError as error:
             if refusal is None:
                 raise
