@@ -323,6 +323,9 @@ def test_the_advice():
     chosen, reasons = recommend(1.0, predictions(allreduce=3.0, bf16_compress=1.12, powersgd=1.1))
     assert chosen == "bf16_compress"  # equally fast, with a smaller loss
     assert any("powersgd is as fast" in reason for reason in reasons)
+    two_level = Prediction("two_level(allreduce)", 0.99, 0.0, 0.0, 200.0, False)
+    assert recommend(1.0, [*predictions(allreduce=1.0), two_level])[0] == "allreduce"  # exact, but no faster
+    assert recommend(1.0, [*predictions(allreduce=1.2), two_level])[0] == "two_level(allreduce)"
 
 
 def test_a_gain_within_the_noise_is_no_advice() -> None:
