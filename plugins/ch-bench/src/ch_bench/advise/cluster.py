@@ -317,8 +317,11 @@ def line(cluster: Cluster, training: Training, hook: str) -> Line:
         notes = replicated_step([stages[layout] for layout in training.layouts], sizes, training.step)
     sent, leaving = (sum(one.size * shares(topology, one.kind, one.scope)[i] for one in notes.sent) for i in (0, 1))
     network = cluster.network()
-    [(seconds, _)] = Replay.of(network, [notes.notes])
-    link = sum(_alone(network, message) for message in notes.sent)
+    # The second time without computation: latencies of messages in flight together pass together.
+    seconds, link = (
+        Replay.of(network, [[note._replace(seconds=note.seconds * share) for note in notes.notes]])[0][0]
+        for share in (1, 0)
+    )
     left, lossy = max(0.0, seconds - training.step), gather.lossy or reduction.lossy
     return Line(hook, leaving, sent, link, left, seconds, lossy)
 
@@ -328,11 +331,6 @@ def _reduction(expr: str) -> Reduction:
     if found is None:
         raise HookNotSupportedError(f"{expr} is a foreign hook, whose messages are not planned")
     return found
-
-
-def _alone(network: Network, message: Message) -> float:
-    curve = network.at(message.scope).curve(message.kind, "")
-    return curve.latency + curve.work(message.size)
 
 
 @dataclass(frozen=True, slots=True)
