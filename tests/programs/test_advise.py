@@ -3,16 +3,20 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ch_bench.advise.network import Curve, Message, Network, pair_link
 from ch_bench.advise.predict import Prediction, recommend
 from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
-from ch_bench.advise.workload import WRAPPER, Workload, made_by
+from ch_bench.advise.workload import MODELS, WRAPPER, Workload, load, optimizer_of
 from ch_bench.links import netns
 from ch_bench.links.link import Link
 from ch_core import Engine
@@ -53,23 +57,55 @@ def test_a_module_that_returns_no_loss_gets_a_wrapper():
     assert names["WithLoss"](torch.nn.Linear(3, 2))(torch.ones(1, 3), torch.zeros(1, dtype=torch.long)).dim() == 0
 
 
-def test_a_loss_behind_the_batch_needs_no_wrapper():
+def test_a_loss_behind_the_batch_needs_no_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     layers, x, y = torch.nn.Linear(3, 2), torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
-    made = made_by("mine:make", (layers, (x, y), torch.nn.functional.cross_entropy, torch.optim.SGD))
-    assert made.loss is torch.nn.functional.cross_entropy and made.optimizer is torch.optim.SGD
-    assert made_by("mine:make", (layers, x, torch.optim.SGD)) == (layers, (x,), None, torch.optim.SGD)
-    before = [p.clone() for p in layers.parameters()]
-    optimizer = made.optimizer(layers.parameters(), lr=1.0)
-    Workload(made.module, made.batch, optimizer, torch.device("cpu"), made.loss).step()
-    torch.nn.functional.cross_entropy(layers(x), y).backward()
-    assert all(not torch.equal(p, old) for p, old in zip(layers.parameters(), before, strict=True))
-    for wrong in (
-        (layers, x, torch.nn.MSELoss()),
-        (layers, (x, y), torch.nn.MSELoss(), torch.nn.MSELoss()),
-        (layers, x, 3),
-    ):
-        with pytest.raises(HookConfigError, match="return"):
-            made_by("mine:make", wrong)
+    loss, sgd = torch.nn.functional.cross_entropy, partial(torch.optim.SGD, lr=1.0)
+
+    def loaded(*made: Any) -> Workload:
+        monkeypatch.setitem(MODELS, "mine", lambda: made)
+        return load("mine", torch.device("cpu"))
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for functions in ((loss, sgd), (sgd, loss)):
+            work = loaded(layers, (x, y), *functions)
+            assert work.loss is loss and work.optimizer.defaults["lr"] == 1.0
+            before = [p.clone() for p in layers.parameters()]
+            work.step()
+            assert all(not torch.equal(p, old) for p, old in zip(layers.parameters(), before, strict=True))
+        work = loaded(layers, x, sgd)
+        assert work.loss is None and work.batch == (x,)
+        mse = torch.nn.MSELoss()
+        for wrong in ((layers, x, mse), (layers, (x, y), mse, mse), (layers, x, 3), (layers, x, sgd, sgd)):
+            with pytest.raises(HookConfigError, match="return"):
+                loaded(*wrong)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        torch.nn.MSELoss(),
+        torch.cosine_embedding_loss,
+        lambda *both: (both[0] - both[1]).mean(),
+        lambda x, y=None: x.sum(),
+    ],
+)
+def test_a_loss_is_told_from_an_optimizer_by_what_it_returns(loss: Callable[..., Any]) -> None:
+    """The second one is built in and has no signature. The others say little about the number of arguments that they need."""
+    assert optimizer_of(loss, torch.nn.Linear(2, 2)) is None
+
+
+def test_an_optimizer_may_need_two_arguments_or_none() -> None:
+    class Grouped(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, lr)
+
+    layer = torch.nn.Linear(2, 2)
+    assert isinstance(optimizer_of(lambda *params: Grouped(*params, 0.1), layer), Grouped)
+    with pytest.raises(HookConfigError, match=r"the optimizer .*Grouped.* raised TypeError: .*'lr'"):
+        optimizer_of(Grouped, layer)  # a class cannot be a loss
 
 
 def test_a_single_message_takes_the_measured_time():
@@ -287,6 +323,9 @@ def test_the_advice():
     chosen, reasons = recommend(1.0, predictions(allreduce=3.0, bf16_compress=1.12, powersgd=1.1))
     assert chosen == "bf16_compress"  # equally fast, with a smaller loss
     assert any("powersgd is as fast" in reason for reason in reasons)
+    two_level = Prediction("two_level(allreduce)", 0.99, 0.0, 0.0, 200.0, False)
+    assert recommend(1.0, [*predictions(allreduce=1.0), two_level])[0] == "allreduce"  # exact, but no faster
+    assert recommend(1.0, [*predictions(allreduce=1.2), two_level])[0] == "two_level(allreduce)"
 
 
 def test_a_gain_within_the_noise_is_no_advice() -> None:

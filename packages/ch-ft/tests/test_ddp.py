@@ -61,6 +61,24 @@ def build(kind: str, manager: SimulatedManager) -> torch.nn.Module:
     return DistributedDataParallel(manager, net(), hook=hook, bucket_cap_mb=CAP)
 
 
+def test_one_member_prints_live_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each member has rank 0 until the first quorum tells its rank."""
+
+    def member(manager: SimulatedManager) -> None:
+        model = DistributedDataParallel(manager, net(), hook=Plain(), bucket_cap_mb=CAP)
+        optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.01))
+        assert model.handle is not None
+        with model.handle.live(1):
+            for step in range(3):
+                optimizer.zero_grad()
+                model(data(manager.name, step)).pow(2).mean().backward()
+                optimizer.step()
+
+    with SimulatedCluster() as cluster:
+        cluster.run(dict.fromkeys("abc", member))
+    assert capsys.readouterr().err.count("each; sent") == 3
+
+
 @pytest.mark.parametrize("kind", ["ddp", "pure", "attached", "bf16"])
 def test_gradients_are_the_mean_over_the_participants(kind: str) -> None:
     expected = torch.stack([local_gradient(name) for name in "abc"]).mean(0)

@@ -5,13 +5,16 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ch_trace
 import commhooks
+from ch_core import simulate
 from ch_testing import spawn
+from commhooks import Plain, Reducer
 from commhooks.cli import main
 
 STEPS = 1000
@@ -75,19 +78,54 @@ def test_the_page_needs_no_other_file_and_holds_every_step(folder: Path) -> None
     assert len(text) < 8e6
 
 
-def test_names_cannot_end_the_script(tmp_path: Path) -> None:
-    from ch_core import simulate
-    from commhooks import Plain, Reducer
+def traced(path: Path, name: str) -> dict[str, Any]:
+    """Return the written trace of an average of one tensor."""
 
-    def alone(rank: object) -> None:
-        reducer = Reducer(Plain(), {"</script><b>": torch.zeros(8)}, transport=rank.transport)  # type: ignore[attr-defined]
-        with ch_trace.Trace(reducer.handle, tmp_path / "trace.json"):
+    def alone(rank: Any) -> None:
+        reducer = Reducer(Plain(), {name: torch.zeros(8)}, transport=rank.transport)
+        with ch_trace.Trace(reducer.handle, path):
             for _ in range(3):
                 reducer.average()
 
     simulate(1, alone)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_names_cannot_end_the_script(tmp_path: Path) -> None:
+    traced(tmp_path / "trace.json", "</script><b>")
     page = ch_trace.html_page(ch_trace.TraceFile.read(tmp_path))
     assert page.count("</script>") == 2 and "<b>" not in page
+
+
+def test_no_text_of_a_file_becomes_markup_or_reaches_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace may come from another machine."""
+    path, bad = tmp_path / "trace.json", "\"><b onclick='x'>$BODY $TITLE\x1b[31m"
+    data = traced(path, "w")
+    summary = data["otherData"]["summary"]
+    summary |= {"hook": bad, "during": bad, "advice": bad}
+    summary["buckets"][0] |= {"axis": bad, "parameters": bad}
+    for event in data["traceEvents"]:
+        event["name"] = bad if event["ph"] == "X" else event["name"]
+        event["args"] = {key: bad if key == "name" else value for key, value in event["args"].items()}
+    path.write_text(json.dumps(data))
+    assert main(["trace", str(path), "--html", str(tmp_path / "page.html")]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    page = (tmp_path / "page.html").read_text("utf-8")
+    outside = re.sub(r'<script type="application/json".*?</script>', "", page, flags=re.DOTALL)
+    assert "<b" not in re.sub(r"<(?:body|button)\b", "", page) and page.count("<section>") == 1
+    assert outside.count("$BODY") > 5  # as text
+
+
+def test_a_trace_of_another_version_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    data = traced(path, "w")
+    del data["otherData"]["summary"]["wire"]
+    path.write_text(json.dumps(data))
+    assert main(["trace", str(path)]) == 1
+    assert "is a trace of commhooks" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_path_without_a_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

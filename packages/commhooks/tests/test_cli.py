@@ -531,6 +531,15 @@ def test_escape_sequences_of_other_packages_stay_out(tmp_path, publish, words):
     assert "\x1b" not in run.stdout + run.stderr
 
 
+def test_escape_sequences_in_errors_of_other_packages_stay_out_of_the_doctor(tmp_path, publish):
+    error = "raise RuntimeError('\\x1b[2J the screen is gone')"
+    publish("acme", {"commhooks.ddp": {"bad": "acme_screen:bad"}}, acme_screen=error)
+    run = commhooks("doctor", "bad", "--no-smoke", PYTHONPATH=str(tmp_path), COMMHOOKS_PLUGINS="acme")
+    assert run.returncode == 1
+    assert "the screen is gone" in run.stdout
+    assert "\x1b" not in run.stdout + run.stderr
+
+
 def test_env_tells_packages_of_others_from_ours():
     lines = commhooks("env").stdout.splitlines()
     ours = lines[lines.index("commhooks:") : lines.index("packages of others:")]

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from ch_bench.advise.cluster import Cluster, Line, Training, imagined, line, recommended
+from ch_bench.advise.cluster import Cluster, Line, Training, imagined, line
 from ch_bench.advise.cluster_command import hooks_for
 from ch_bench.advise.outer import rounds
+from ch_bench.advise.predict import choose
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = (ROOT / "docs" / "cluster.md", ROOT / "README.md")
@@ -91,7 +92,7 @@ def cell(ranks: int, link: str, model: Model) -> Cell:
     cluster, training = Cluster(NODES, ranks, bits, round_trip), model.training
     hooks = ["allreduce", *(name for name in hooks_for(cluster, training) if COSTLY not in name)]
     lines = [line(cluster, training, hook) for hook in dict.fromkeys(hooks)]
-    chosen, _ = recommended(lines)
+    chosen = choose(lines).chosen
     found = rounds(model.step, chosen.link, chosen.hook, chosen.seconds) if chosen.seconds > SLOW * model.step else None
     if found is None:
         return Cell(lines[0], chosen, None)

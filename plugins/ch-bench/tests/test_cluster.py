@@ -13,6 +13,7 @@ from ch_bench.advise.cluster import (
     answer,
     imagined,
     in_buckets,
+    in_units,
     line,
     stages_of,
 )
@@ -32,7 +33,8 @@ def test_two_buckets_over_a_slow_link() -> None:
     # halves) in 1 s and arrives 0.2 s later. The first arrives at 3.2 s, the second at 4.2 s.
     found = line(TWO, Training((MEGABYTE, MEGABYTE), 3.0), "allreduce")
     assert found.seconds == pytest.approx(4.2)
-    assert (found.link, found.left, found.hidden) == pytest.approx((2.4, 1.2, 1.2))
+    # Without computation, both megabytes take 2 s, and the latencies pass together.
+    assert (found.link, found.left, found.hidden) == pytest.approx((2.2, 1.2, 1.0))
     # The plan adds one status of 3 fp32 numbers for each distinct layout.
     assert found.leaving == pytest.approx(2e6, rel=1e-4)
 
@@ -94,9 +96,10 @@ def test_messages_of_a_step_send_the_planned_bytes(hook: str) -> None:
 
 def test_the_answer_names_a_hook_or_none_and_the_border() -> None:
     slow = answer(TWO, Training((MEGABYTE, MEGABYTE), 3.0), ["quant4"])
-    assert slow.recommended == "quant4"
+    assert slow.choice.chosen.hook == "quant4"
     fast = answer(Cluster(2, 1, 8e9), Training((MEGABYTE, MEGABYTE), 3.0), ["quant4"])
-    assert (fast.recommended, fast.rival) == ("allreduce", "quant4")
+    assert fast.rival is not None
+    assert (fast.choice.chosen.hook, fast.rival.hook) == ("allreduce", "quant4")
     border = fast.pays_below
     assert border is not None
 
@@ -115,11 +118,11 @@ def test_an_exact_hook_is_recommended_only_if_it_saves_time() -> None:
     found = answer(Cluster(2, 8, 400e9, round_trip=2e-5), training, ["two_level(allreduce)", "quant4"])
     plain, two_level, _ = found.lines
     assert plain.seconds < two_level.seconds < plain.seconds * 1.03
-    assert found.recommended == "allreduce"
+    assert found.choice.chosen.hook == "allreduce"
 
 
 def predicted(model: str, bits: float, hook: str, alone: float) -> float:
-    shapes = [tuple(p.shape) for p in MODELS[model]()[0].parameters()][::-1]
+    shapes = [tuple(p.shape) for p in MODELS[model]()[0].parameters()]
     return line(Cluster(2, 1, bits), Training(in_buckets(shapes, torch.float32), alone), hook).seconds
 
 
@@ -160,6 +163,13 @@ def test_an_imagined_model_has_all_parameters() -> None:
             assert sum(layout.numel for layout in layouts) == parameters
 
 
+def test_the_units_of_a_sharded_model_have_the_order_of_the_forward() -> None:
+    found = in_units([(2 * number, 3) for number in range(1, 49)], torch.float32)
+    firsts = [layout.params[0].shape for layout in found]
+    assert firsts == sorted(firsts) and 12 < len(found) <= 24
+    assert found[-1].params[0].shape == (96, 3)
+
+
 CLUSTERS = [
     ["4x8", "--link", "25gbit,0.1ms", "--parameters", "1.3e9", "--dtype", "bf16"],
     ["4x8", "--link", "25gbit,0.1ms", "--parameters", "1.3e9", "--dtype", "bf16", "--fsdp"],
@@ -188,6 +198,9 @@ def test_the_command_answers_in_80_columns(options: list[str], capsys: pytest.Ca
         ),
         (["--cluster", "4x8", "--link", "1gbit", "--step", "1s"], "either --parameters"),
         (["--fsdp"], "--fsdp describes a cluster"),
+        (["--node-link", "900gbit"], "--node-link describes a cluster"),
+        (["--cluster", "4x8", "--nodes", "2x4"], "give one of them"),
+        (["--nodes", "1x1"], "at least two ranks"),
     ],
 )
 def test_a_wrong_option_is_named(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

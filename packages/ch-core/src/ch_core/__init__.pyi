@@ -38,6 +38,7 @@ from ch_core.engine.residual_norms import residual_norms as residual_norms
 from ch_core.engine.schedule import TUNED as TUNED
 from ch_core.engine.schedule import CpuTuning as CpuTuning
 from ch_core.engine.stateless import StatelessEngine as StatelessEngine
+from ch_core.engine.stats import Counters as Counters
 from ch_core.engine.stats import Recording as Recording
 from ch_core.engine.step import BucketRun as BucketRun
 from ch_core.engine.weights import Weighing as Weighing
@@ -63,6 +64,7 @@ from ch_core.identity import BucketNames as BucketNames
 from ch_core.identity import RankId as RankId
 from ch_core.link import Link as Link
 from ch_core.logs import log as log
+from ch_core.logs import plain as plain
 from ch_core.logs import wrapped as wrapped
 from ch_core.logs import wrapped_on_terminal as wrapped_on_terminal
 from ch_core.logs import write_stderr as write_stderr

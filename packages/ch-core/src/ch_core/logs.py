@@ -7,6 +7,7 @@ status 120. Both would turn a script that trained well into a failed one.
 
 import logging
 import os
+import re
 import sys
 import textwrap
 from contextlib import suppress
@@ -36,8 +37,20 @@ _guard: Any = _SafeCallHandlers(log)
 log.callHandlers = _guard  # type: ignore[method-assign]
 
 
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def plain(text: str) -> str:
+    r"""Return text without escape sequences and control characters, which texts of other packages may have.
+
+    >>> plain("\x1b[31mred\x1b[0m\a text"), plain("two\nlines")
+    ('red text', 'two\nlines')
+    """
+    return _CONTROL.sub("", text)
+
+
 def wrapped(text: str, columns: int = 80) -> str:
-    """Return an error message in lines of at most 80 columns. Lines that the message has broken itself stay.
+    """Return an error message as :func:`plain` lines of at most 80 columns. Lines that the message has broken itself stay.
 
     A message with marks (`^^^`) under a part of an expression stays as it is.
 
@@ -45,6 +58,7 @@ def wrapped(text: str, columns: int = 80) -> str:
     HookConfigError: powersgd has
       no option 'rnk'
     """
+    text = plain(text)
     lines = text.splitlines()
     if any(set(line.strip()) == {"^"} for line in lines):
         return text
@@ -56,11 +70,11 @@ def wrapped(text: str, columns: int = 80) -> str:
 
 
 def wrapped_on_terminal(text: str) -> str:
-    """Return :func:`wrapped` text if standard error is a terminal. Programs that read it look for whole phrases."""
+    """Return :func:`wrapped` text if standard error is a terminal, else plain text, in which programs look for phrases."""
     with suppress(Exception):  # closed, or None
         if sys.stderr.isatty():
             return wrapped(text)
-    return text
+    return plain(text)
 
 
 def write_stderr(text: str) -> bool:

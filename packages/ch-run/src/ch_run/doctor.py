@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ch_core import plain
 from ch_run import smoke
 from commhooks import (
     ADAPTERS,
@@ -210,12 +211,14 @@ def _show(found: dict[str, Any], verbose: bool) -> None:
             reasons.setdefault((each["status"], each["why"]), []).append(each["id"])
     for (status, why), ids in reasons.items():
         line = f"{status}  {', '.join(ids)}: {why}"
-        print("\n" + (block(line) if status == "loaded" else line))  # users paste errors into issues, in one line
+        print(
+            "\n" + (block(line) if status == "loaded" else plain(line))
+        )  # users paste errors into issues, in one line
     for failure in found["failures"]:
         where = f"{failure['dist']} {failure['version']} ({failure['entry']}, {failure['phase']})"
-        print(f"\nfailed  {where}: {failure['error']}")
+        print(plain(f"\nfailed  {where}: {failure['error']}"))
         if verbose and failure["traceback"]:
-            print(failure["traceback"])
+            print(plain(failure["traceback"]))
     for problem in found["problems"]:
         print(f"\nproblem  {problem}")
     print(f"\n{_closing(found)}")

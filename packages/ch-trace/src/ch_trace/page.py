@@ -23,26 +23,36 @@ class TraceFile:
     Attributes:
         path: of the file.
         data: its content in the Trace Event Format.
+        summary: its figures.
     """
 
     path: Path
     data: Mapping[str, Any]
+    summary: Summary
 
     @classmethod
     def read(cls, path: Path) -> "list[TraceFile]":
         """Return the trace of a file, or the traces of all files in a folder.
 
         Raises:
-            HookConfigError: no trace is there.
+            HookConfigError: no trace is there, or one of another version.
         """
         found = []
         for one in sorted(path.glob("*.json")) if path.is_dir() else [path]:
             try:
-                data = json.loads(one.read_text())
+                data = json.loads(one.read_text("utf-8"))
             except (OSError, ValueError) as error:
                 raise HookConfigError(f"{one} cannot be read ({error}): give a file that Trace wrote") from error
-            if isinstance(data, dict) and "summary" in data.get("otherData", {}):
-                found.append(cls(one, data))
+            other = data.get("otherData") if isinstance(data, dict) else None
+            if not isinstance(other, dict) or "summary" not in other:
+                continue
+            try:
+                found.append(cls(one, data, Summary.from_dict(other["summary"])))
+            except (KeyError, TypeError) as error:
+                raise HookConfigError(
+                    f"{one} is a trace of commhooks {other.get('commhooks')}, which this version does not read ({error}): read "
+                    "it with that version, or open it in Perfetto"
+                ) from error
         if not found:
             raise HookConfigError(
                 f"{path} has no trace: give a file that Trace wrote, or the folder of commhooks run --trace FOLDER. A folder "
@@ -50,36 +60,31 @@ class TraceFile:
             )
         return found
 
-    @property
-    def summary(self) -> Summary:
-        """The figures of the trace."""
-        return Summary.from_dict(self.data["otherData"]["summary"])
-
 
 def html_page(traces: Sequence[TraceFile]) -> str:
     """Return the page of some traces."""
     sections = "\n".join(_section(one, number) for number, one in enumerate(traces))
-    template = files("ch_trace").joinpath("page.html").read_text()
+    template = files("ch_trace").joinpath("page.html").read_text("utf-8")
     title = escape(", ".join(one.summary.hook for one in traces))
-    return template.replace("$TITLE", f"Trace of {title}").replace("$BODY", sections)
+    # The title is the first place, so names that look like a place stay as they are.
+    return template.replace("$BODY", sections, 1).replace("$TITLE", f"Trace of {title}", 1)
 
 
 def _section(written: TraceFile, number: int) -> str:
     one, total = written.summary, sum(written.summary.critical.values())
-    labels = {kind: kind for kind in KINDS} | {BACKWARD: one.during}
+    labels = {kind: kind for kind in KINDS} | {BACKWARD: escape(one.during)}
     bar = legend = ""
     for kind in KINDS if total else ():
         share = one.critical[kind] / total
         colour = f"background:var(--{kind})"
         bar += f'<span style="{colour};flex:{share:.4f}" title="{labels[kind]} {share:.0%}"></span>'
-        text = f"{labels[kind]} {share:.0%}, {duration(one.critical[kind])}"
-        legend += f'<li><i style="{colour}"></i>{escape(text)}</li>'
+        legend += f'<li><i style="{colour}"></i>{labels[kind]} {share:.0%}, {duration(one.critical[kind])}</li>'
     data = json.dumps(_data(written.data), separators=(",", ":")).replace("<", "\\u003c")
     return f"""<section>
 <h1>{escape(one.hook)}</h1>
 <p class="soft">{escape(_origin(written, one))}</p>
 <p class="advice">{escape(one.advice)}</p>
-<dl class="figures">{"".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in _figures(one))}</dl>
+<dl class="figures">{"".join(f"<div><dt>{escape(name)}</dt><dd>{text}</dd></div>" for name, text in _figures(one))}</dl>
 <h2>Critical path of a step</h2>
 <div class="bar">{bar}</div><ul class="legend">{legend}</ul>
 <h2>All steps</h2>

@@ -90,9 +90,7 @@ class Trace(AbstractContextManager["Trace"]):
         for group in groups[1:]:
             ranks *= group.size()
         self._part = Part("0" * 2 * TOKEN_BYTES, rank, ranks, socket.gethostname(), os.getpid(), hook)
-        self._lowest = (
-            0 if not groups else min(rank for group in groups for rank in dist.get_process_group_ranks(group))
-        )
+        self._merges = source.leads
         self._refuse_unwritable()
         for number in range(_ROUNDS):
             self._part.token = self._meet(f"begin {number}", os.urandom(TOKEN_BYTES).hex(), number == 0)
@@ -114,7 +112,7 @@ class Trace(AbstractContextManager["Trace"]):
     def _refuse_unwritable(self) -> None:
         """Refuse a path on all ranks if one rank cannot write there. Otherwise the trace would be lost at its end."""
         problem = why_unwritable(self._folder, folder=True)
-        if not problem and self._part.rank == self._lowest:
+        if not problem and self._merges:
             problem = why_unwritable(self.path)
         for group in (one for one in self._groups if one.size() > 1):
             problem = next(filter(None, every_line(problem, StoreExchange(group, self._timeout))), "")
@@ -152,13 +150,13 @@ class Trace(AbstractContextManager["Trace"]):
         part.write(self._folder / f"rank-{part.rank}-of-{part.ranks}.{part.token}.json")
         if together and part.ranks > 1:
             self._try_to_meet("written")
-        if not (part.rank == self._lowest or (not together and self._marker.exists())):
+        if not (self._merges or (not together and self._marker.exists())):
             return None
         parts = self._parts() if together else self._parts_of_all()
         if len(parts) < part.ranks:
             self._marker.touch()  # from now on, the rank that completes the parts merges them
             parts = self._parts()
-        if part.rank != self._lowest and len(parts) < part.ranks:
+        if not self._merges and len(parts) < part.ranks:
             return None
         self._final = summarize(parts)
         made = write(parts, self.path)

@@ -11,11 +11,11 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file completely or not at all, so that a full disk does not destroy an older file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():  # /dev/stdout or a pipe must not be replaced by a file
-        path.write_text(text)
+        path.write_text(text, "utf-8")
         return
     aside = path.resolve().with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_text(text)
+        aside.write_text(text, "utf-8")
         os.replace(aside, path.resolve())
     finally:
         aside.unlink(missing_ok=True)

@@ -26,7 +26,7 @@ from ch_core import (
     residual_figures,
     residual_norms,
 )
-from commhooks.adapters.base import Binding
+from commhooks.adapters.base import Binding, leads
 from commhooks.checkpoint.save_load import fit_to, load_state_dict, state_dict
 from commhooks.registry.expression import Node, option_lines, unparse
 from commhooks.report.live import Live
@@ -55,6 +55,11 @@ class TraceSource:
     timeout: float = 60.0
     model: torch.nn.Module | None = None
     during: str = "backward"
+
+    @property
+    def leads(self) -> bool:
+        """True on the one rank that prints, or merges the parts of all ranks."""
+        return leads(self.groups, next(iter(self.engines.values())))
 
 
 class CommHook:
@@ -273,10 +278,9 @@ class CommHook:
                 f"{self.expr} is a foreign hook, whose messages are unknown, so it has neither a trace nor live lines. Use a "
                 "hook by name"
             )
-        groups = [group for group in (binding.group, *binding.other_axes) if group is not None]
-        timeout = self.agreement_timeout or 60.0
-        model = self.model()
-        return TraceSource(binding.engines, self.expr, groups, timeout, model)
+        return TraceSource(
+            binding.engines, self.expr, binding.process_groups, self.agreement_timeout or 60.0, self.model()
+        )
 
     def cautions(self, world_size: int | None = None) -> list[str]:
         """Return sentences on costs of this hook with this model. `attach` logs those for its own group.

@@ -1,12 +1,13 @@
 """Lines on standard error while something runs. Imports no torch."""
 
 import re
+import shutil
 import sys
 import time
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 
-from ch_core import HookConfigError, wrapped_on_terminal, write_stderr
+from ch_core import HookConfigError, plain, wrapped_on_terminal, write_stderr
 
 LOG_SECONDS = 5.0  # between two lines of a log file, which keeps them all
 
@@ -28,13 +29,14 @@ def interval(every: int | str) -> tuple[int, float]:
 
 def write_line(text: str) -> None:
     """Write a line to standard error, above the bars that tqdm shows there."""
+    text = wrapped_on_terminal(text)
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if tqdm is not None:
         with suppress(Exception):  # another module of this name
             if len(tqdm._instances):
                 tqdm.write(text, file=sys.stderr)
                 return
-    write_stderr(wrapped_on_terminal(text) + "\n")
+    write_stderr(text + "\n")
 
 
 class Progress(AbstractContextManager["Progress"]):
@@ -63,9 +65,10 @@ class Progress(AbstractContextManager["Progress"]):
         """Say what begins or has ended now."""
         self._count += 1
         of = f"{self._count} of {self._total}, " if self._total else ""
-        line = f"{self._command}: {of}{doing}"
+        line = plain(f"{self._command}: {of}{doing}")  # names come from other packages
         if self._on_terminal():
-            write_stderr(f"\r\x1b[K{line[:79]}")
+            room = shutil.get_terminal_size().columns - 1  # a line that wraps would not vanish
+            write_stderr(f"\r\x1b[K{line[:room]}")
         elif time.monotonic() - self.since >= LOG_SECONDS:
             self.since = time.monotonic()
             write_stderr(line + "\n")

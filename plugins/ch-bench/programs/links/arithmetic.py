@@ -130,7 +130,7 @@ def measure(
         The flat hook, and then each place.
     """
     torch.set_num_threads(1)
-    layouts = [BucketLayout.of_shapes(one) for one in shapes.filled(sizes, 1, bucket_mb or 25)]
+    layouts = [BucketLayout.of_shapes(one) for one in shapes.filled(sizes, (bucket_mb or 25) * 2**20)]
     flat = Clocked(reduction_of(hook))
     parts = [(f"`{hook}`", Rank(flat, flat, 0, topology, layouts))]
     for place, rank in enumerate(topology.nodes[0]):

@@ -321,7 +321,7 @@ def cpu_table(turns: Iterable[Turn]) -> str:
 def plan_table(hooks: Sequence[str], nodes: Sequence[int] = (2, 8, 32, 125), each: int = 8) -> str:
     """Return the planned MB that leave a node in a step of GPT-2 small, flat and in two levels, by number of nodes."""
     sizes = shapes.gpt_shapes(12, 768, 50257, 1024)
-    layouts = [BucketLayout.of_shapes(group) for group in shapes.filled(sizes, 25, 25)]
+    layouts = [BucketLayout.of_shapes(group) for group in shapes.filled(sizes, first=shapes.BUCKET)]
     rows = []
     for hook in hooks:
         flat, two = (reduction_of(form) for form in (hook, f"two_level({hook})"))

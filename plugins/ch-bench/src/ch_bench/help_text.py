@@ -1,7 +1,6 @@
 """Help texts of `commhooks advise` and `commhooks bench`, which fit 80 columns."""
 
 import argparse
-import re
 import shutil
 import textwrap
 
@@ -18,12 +17,3 @@ class HelpFormatter(argparse.HelpFormatter):
             for part in text.strip().split("\n\n")
         ]
         return "\n\n".join(filled)
-
-
-def without_trailing_spaces(text: str) -> str:
-    """Return text without spaces at the ends of its lines, which tables have. Colours stay.
-
-    >>> without_trailing_spaces("wide column  ")
-    'wide column'
-    """
-    return re.sub(r" +((?:\x1b\[[\d;]*m)*)$", r"\1", text, flags=re.MULTILINE)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes after which DDP's buckets are full
 Sizes = tuple[int, int, int, int]
 """Layers, width, vocabulary and context of a GPT."""
 
@@ -26,23 +27,26 @@ def gpt_shapes(layers: int, width: int, vocab: int, context: int) -> dict[str, t
     return shapes | {"lnf.w": (width,), "lnf.b": (width,)}
 
 
-def filled(sizes: Mapping[str, tuple[int, ...]], first: float, rest: float) -> list[dict[str, tuple[int, ...]]]:
+def filled(
+    sizes: Mapping[str, tuple[int, ...]], cap: float = BUCKET, first: float = FIRST_BUCKET, itemsize: int = 4
+) -> list[dict[str, tuple[int, ...]]]:
     """Return parameters in buckets as DDP fills them, the last parameters first.
 
     Args:
         sizes: shape of each parameter, in the order of the model.
-        first: MB of fp32 after which the first bucket is full. DDP's default is 1.
-        rest: MB after which each further bucket is full.
+        cap: bytes after which a bucket is full.
+        first: bytes after which the first bucket is full, if that is less.
+        itemsize: bytes of a number.
 
-    >>> filled({"a": (512, 512), "b": (256, 512), "c": (512, 512)}, 1, 1.5)
+    >>> filled({"a": (512, 512), "b": (256, 512), "c": (512, 512)}, 1.5 * 2**20)
     [{'c': (512, 512)}, {'b': (256, 512), 'a': (512, 512)}]
     """
     made: list[dict[str, tuple[int, ...]]] = [{}]
     held = 0
     for name, shape in reversed(list(sizes.items())):
         made[-1][name] = shape
-        held += math.prod(shape) * 4
-        if held >= (first if len(made) == 1 else rest) * (1 << 20):
+        held += math.prod(shape) * itemsize
+        if held >= (min(first, cap) if len(made) == 1 else cap):
             made.append({})
             held = 0
     return [bucket for bucket in made if bucket]

@@ -14,6 +14,7 @@ def trace(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the summary of each trace, and write the page."""
+    from ch_core import plain
     from ch_trace.page import TraceFile, html_page
     from commhooks import HookConfigError, why_unwritable, write_whole
 
@@ -21,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise HookConfigError(f"--html {arguments.html} cannot be written ({problem}): give another path")
     traces = TraceFile.read(Path(arguments.path))
     for one in traces:
-        print(f"{one.path}\n\n{one.summary}\n")
+        print(plain(f"{one.path}\n\n{one.summary}\n"))  # a file of others, with names of their parameters
     if arguments.html:
         write_whole(Path(arguments.html), html_page(traces))
         print(f"page written to {arguments.html}")

@@ -54,6 +54,11 @@ class Binding(ABC):
     weighs: bool = False
 
     @property
+    def process_groups(self) -> Sequence[dist.ProcessGroup]:
+        """:attr:`group` and :attr:`other_axes`. Empty if ranks are not compared."""
+        return [group for group in (self.group, *self.other_axes) if group is not None]
+
+    @property
     def engines(self) -> Mapping[str, Engine]:
         """The engines by axis of a mesh; one without a name for a single axis; none for a foreign function."""
         return {} if self.engine is None else {"": self.engine}
@@ -147,6 +152,18 @@ class Binding(ABC):
         raise HookNotSupportedError(
             f"{type(self).__name__} does not report buckets: on_reduced() supports DDP models only"
         )
+
+
+def leads(groups: Sequence[dist.ProcessGroup], engine: Engine | None) -> bool:
+    """True on the one rank that prints for all ranks of a model, the lowest one of its groups.
+
+    Args:
+        groups: all axes of a mesh. Rank 0 of one axis alone would print once for each place on the other axes.
+        engine: whose transport knows the rank if there are no groups. It changes under a manager.
+    """
+    if not groups:
+        return (engine.transport.rank if engine is not None else dist.get_rank()) == 0
+    return dist.get_rank() == min(rank for group in groups for rank in dist.get_process_group_ranks(group))
 
 
 def plain_engine(group: dist.ProcessGroup | None, timeout: float) -> Engine:

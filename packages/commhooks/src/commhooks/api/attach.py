@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ch_core import AttachError, HookNotSupportedError, Link, RankCheck, Reduction, group_timeout, log, refuse_lost
-from commhooks.adapters.base import Binding
+from commhooks.adapters.base import Binding, leads
 from commhooks.adapters.low_rank import low_rank_refusal
 from commhooks.adapters.options import AttachOptions, FindOptimizers, Scaler
 from commhooks.api.adapter_lookup import Adapter, adapter_for, one_process, unwrapped
@@ -191,12 +191,11 @@ def _log_attached(model: torch.nn.Module, handle: CommHook, binding: Binding) ->
         _warn_alone(handle.expr)
     elif (never := never_compresses(handle.expr, binding)) is not None:
         log.warning("%s", never)
-    if binding.engine is not None and binding.engine.transport.rank == 0:
-        for caution in handle.cautions():
-            log.warning("[rank 0] %s", caution)
-    if not log.isEnabledFor(logging.INFO):  # the sentence plans every bucket
+    if not leads(binding.process_groups, binding.engine):
         return
-    if (binding.engine.transport.rank if binding.engine is not None else dist.get_rank(binding.group)) == 0:
+    for caution in handle.cautions():
+        log.warning("[rank 0] %s", caution)
+    if log.isEnabledFor(logging.INFO):  # the sentence plans every bucket
         log.info("%s", start_line(handle, model))
 
 

@@ -15,9 +15,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ch_core import CommHooksError, UnknownHookError, wrapped_on_terminal
+from ch_core import CommHooksError, UnknownHookError, plain, wrapped_on_terminal
 from commhooks.cli import env, listing
-from commhooks.cli.text import HelpFormatter, plain, shortened
+from commhooks.cli.text import HelpFormatter, shortened
 from commhooks.registry.distributions import version
 from commhooks.registry.registry import REGISTRY
 from commhooks.registry.spec import OWN_COMMANDS, SetUp
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--json" in words:
             print(json.dumps({"error": type(error).__name__, "message": str(error)}))
         else:
-            print(wrapped_on_terminal(shortened(plain(f"{type(error).__name__}: {error}"))), file=sys.stderr)
+            print(wrapped_on_terminal(shortened(f"{type(error).__name__}: {error}")), file=sys.stderr)
         return 1
     except BrokenPipeError:  # `commhooks list | head`; the interpreter flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from commhooks.cli.text import plain
+from ch_core import plain
 from commhooks.registry.distributions import first_party
 from commhooks.registry.registry import REGISTRY
 

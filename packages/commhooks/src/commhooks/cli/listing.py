@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from ch_core import PluginLoadError
+from ch_core import PluginLoadError, plain
 from commhooks.api import hooks
-from commhooks.cli.text import block, hanging, plain, width
+from commhooks.cli.text import block, hanging, width
 from commhooks.registry.registry import REGISTRY
 from commhooks.registry.spec import GROUPS, KINDS, HookSpec, PluginFailure
 

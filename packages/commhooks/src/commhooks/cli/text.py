@@ -5,18 +5,10 @@ import re
 import shutil
 import textwrap
 
+from ch_core import plain
+
 PIPE = 80  # columns of a file or a pipe, because users read both in a terminal
 MOST_LINES = 12  # of an error
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def plain(text: str) -> str:
-    r"""Return text without escape sequences and control characters, which texts of other packages may have.
-
-    >>> plain("\x1b[31mred\x1b[0m\a text"), plain("two\nlines")
-    ('red text', 'two\nlines')
-    """
-    return _CONTROL.sub("", text)
 
 
 def shortened(text: str, most: int = MOST_LINES) -> str:

@@ -1,13 +1,15 @@
 """Lines about a hook while it trains: readable in a terminal, beside the bars of tqdm, and in log files."""
 
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ch_core import Recording
+from ch_core import Counters, Engine, Recording
+from commhooks.adapters.base import leads
 from commhooks.progress import interval, write_line
 from commhooks.report.text import duration, size
 
@@ -33,37 +35,63 @@ class Live(AbstractContextManager["Live"]):
     def __init__(self, source: "TraceSource", every: "int | str") -> None:
         steps, seconds = interval(every)
         engines = list(source.engines.values())
-        self._hook, self._engines = source.hook, engines
-        self._step = "step" if source.during == "backward" else "round"
-        self._engine = next((engine for engine in engines if engine.reduction.lossy), engines[0])
-        self._recording = Recording(steps, self._print) if steps else _Timed(1, self._print, seconds=seconds)
-        self._before, self._since = self._totals(), time.perf_counter()
-        self._prints = self._engine.transport.rank == 0
-        if self._prints:
-            self._engine.sampler.add(self._recording)
+        engine = next((engine for engine in engines if engine.reduction.lossy), engines[0])
+        # No reference to an engine: the recording belongs to one, and such a cycle would keep its group after detach().
+        line = _Line(source.hook, source.during, engine.counters, [one.counters for one in engines])
+        self._counters, self._sampler = engine.counters, engine.sampler
+        self._recording = _Spaced(steps or 1, line, seconds=seconds, first=line.begin, leads=_leads(source, engine))
+        if not source.groups or source.leads:
+            self._sampler.add(self._recording)
 
     def close(self) -> None:
         """Print the last sampled step, and no more."""
-        if self._prints:
-            self._prints = False
-            self._engine.sampler.remove(self._recording, self._engine.counters)
+        self._sampler.remove(self._recording, self._counters)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
+
+def _leads(source: "TraceSource", engine: Engine) -> Callable[[], bool]:
+    """Return a function that tells if this rank prints. The ranks of a manager change, so it asks again."""
+    groups, this = source.groups, weakref.ref(engine)
+
+    def now() -> bool:
+        found = this()
+        return found is not None and leads(groups, found)
+
+    return now
+
+
+class _Line:
+    """Writes the figures of an engine's sampled step, with means since the line before.
+
+    Args:
+        hook: expression.
+        during: see :class:`~commhooks.TraceSource`.
+        own: counters of the sampled engine.
+        every: counters of all engines.
+    """
+
+    def __init__(self, hook: str, during: str, own: Counters, every: Sequence[Counters]) -> None:
+        self._hook, self._step = hook, "step" if during == "backward" else "round"
+        self._own, self._every = own, every
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin the time of the next line."""
+        self._before, self._since = self._totals(), time.perf_counter()
+
     def _totals(self) -> tuple[float, float, float]:
         """Return steps, bytes and seconds of waiting since attach."""
-        counters = [engine.counters for engine in self._engines]
-        sent, waited = sum(one.traffic.wire_bytes for one in counters), sum(one.wait_seconds for one in counters)
-        return float(self._engine.counters.steps), sent, waited
+        sent = sum(one.traffic.wire_bytes for one in self._every)
+        return float(self._own.steps), sent, sum(one.wait_seconds for one in self._every)
 
-    def _print(self, step: int, figures: Mapping[str, float]) -> None:
-        now, totals = time.perf_counter(), self._totals()
-        steps, sent, waited = (after - before for after, before in zip(totals, self._before, strict=True))
-        passed = now - self._since
-        self._before, self._since = totals, now
+    def __call__(self, step: int, figures: Mapping[str, float]) -> None:
+        before, passed, totals = self._before, time.perf_counter() - self._since, self._totals()
+        self.begin()
+        steps, sent, waited = (after - earlier for after, earlier in zip(totals, before, strict=True))
         if steps <= 0:
             return
         parts = [
@@ -77,15 +105,25 @@ class Live(AbstractContextManager["Live"]):
 
 
 @dataclass(slots=True, eq=False)
-class _Timed(Recording):
-    """Samples the first step, and then one whenever some seconds have passed."""
+class _Spaced(Recording):
+    """Samples the first step, and then one at an interval of steps or seconds.
+
+    Attributes:
+        seconds: of the interval; 0 if it is ``every`` steps.
+        first: called when the first step begins. What the script did before is no part of the first line.
+        leads: True if this rank prints.
+    """
 
     seconds: float = 0.0
+    first: Callable[[], None] = lambda: None
+    leads: Callable[[], bool] = lambda: True
     _next: float = 0.0
 
     def due(self) -> bool:
+        if self._steps == 0:
+            self.first()
         now = time.monotonic()
-        if now < self._next:
+        if not Recording.due(self) or now < self._next or not self.leads():  # no super() in a class with slots
             return False
         self._next = now + self.seconds
         return True

@@ -8,25 +8,29 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 import torch
 
 import commhooks
 from ch_bench.advise.network import SCOPES, Curve, Message, Network, Scope
-from ch_bench.advise.predict import WORTH, Prediction, choose
+from ch_bench.advise.predict import Choice, choose, worth
 from ch_bench.advise.replay import Note, Replay
 from ch_bench.advise.workload import axes
-from ch_core import LATER, BucketLayout, CpuTuning, Reduction, StepContext
-from commhooks import HookNotSupportedError, Topology, node_bytes
+from ch_bench.shapes import BUCKET, FIRST_BUCKET, filled
+from ch_core import LATER, BucketLayout, Reduction, StepContext
+from commhooks import HookNotSupportedError, Topology
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+PASSES = {"all_reduce": 2}  # times that the parts of a message go round a ring
 FORWARD = 1 / 3  # part of a step without communication; the backward is the rest
-FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, as in DDP
 MATRICES = 96  # about as many as the larger ones of a transformer with 24 layers
-UNIT = 4  # matrices that FSDP2 gathers together
+UNITS = 24  # layers of an FSDP2 model, each gathered as a whole
 FASTEST, SLOWEST = 1e12, 1e5  # bits per second between which break-evens are searched
 FAR = 1e15  # bytes; a second point of a straight line
+Shape = tuple[int, ...]
+Stages = list[list[Message]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +77,34 @@ def _curve(cluster: Cluster, topology: Topology, kind: str, scope: Scope) -> Cur
     >>> _curve(two, two.topology, "all_reduce", "all").latency, _curve(two, two.topology, "all_to_all", "all").latency
     (0.2, 0.1)
     """
-    size, ring = topology.size(scope), kind != "all_to_all"
-    passes = 2 if kind == "all_reduce" else 1
-    sent = passes * (size - 1) / size  # bytes of each rank for a byte of the message
-    shares = [[topology.leaving(rank, scope, ring=ring) for rank in node] for node in topology.nodes]
-    leaving = sent * max(sum(node) for node in shares)
-    inside = sent * max(1.0 - share for node in shares for share in node)
+    _, leaving, inside = shares(topology, kind, scope)
     slope = max(leaving * 8 / cluster.bits, inside * 8 / cluster.node_bits)
-    hops = min(1, size - 1) if not ring else passes * (size - 1)
-    if scope == "all" and ring:  # a part goes round all ranks, and only some of these messages leave a node
-        hops = math.ceil(hops / cluster.ranks)
+    hops = topology.size(scope) - 1
+    if kind == "all_to_all":
+        hops = min(1, hops)
+    else:
+        hops *= PASSES.get(kind, 1)
+        if scope == "all":  # a part goes round all ranks, and only some of these messages leave a node
+            hops = math.ceil(hops / cluster.ranks)
     crosses = cluster.nodes > 1 and scope != "node"
     latency = hops * cluster.round_trip / 2 if crosses else 0.0
     return Curve((0.0, FAR), (latency, latency + FAR * slope), (0.0, 0.0))
+
+
+@cache
+def shares(topology: Topology, kind: str, scope: Scope) -> tuple[float, float, float]:
+    """Return the bytes that a rank sends for a byte of a message, that a node sends to others, and that a rank sends inside it.
+
+    Codes go directly to every rank, everything else round a ring of all ranks.
+
+    >>> shares(Topology.even(4, 2), "all_reduce", "all"), shares(Topology.even(4, 2), "all_to_all", "all")
+    ((1.5, 1.5, 1.5), (0.75, 1.0, 0.25))
+    """
+    size = topology.size(scope)
+    sent = PASSES.get(kind, 1) * (size - 1) / size
+    ring = kind != "all_to_all"
+    nodes = [[sent * topology.leaving(rank, scope, ring=ring) for rank in node] for node in topology.nodes]
+    return sent, max(map(sum, nodes)), sent - min(map(min, nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +112,7 @@ class Training:
     """The gradients of a model and the time of a step.
 
     Attributes:
-        layouts: of the buckets in the order in which the backward fills them; for FSDP2, of the units.
+        layouts: of the buckets in the order in which the backward fills them; for FSDP2, of the units in that of the forward.
         step: seconds of a step without communication.
         sharded: True for FSDP2.
     """
@@ -109,15 +128,15 @@ class Training:
 
 
 def imagined(parameters: float, dtype: torch.dtype, sharded: bool, cap: float = BUCKET) -> tuple[BucketLayout, ...]:
-    """Return the buckets of a model of square matrices, or its units for FSDP2. The last bucket has the rest as one matrix.
+    """Return the buckets of a model of square matrices, or its units for FSDP2. The first parameter is the rest.
 
     >>> [layout.numel for layout in imagined(3 * 64**2 + 100, torch.float32, False)]
     [12388]
     """
     side = side_of(parameters)
     count, rest = divmod(int(parameters), side * side)
-    shapes = [(side, side)] * count + ([(1, rest)] if rest else [])
-    return _in_units(shapes, dtype) if sharded else in_buckets(shapes, dtype, cap)
+    shapes = ([(1, rest)] if rest else []) + [(side, side)] * count
+    return in_units(shapes, dtype) if sharded else in_buckets(shapes, dtype, cap)
 
 
 def side_of(parameters: float) -> int:
@@ -125,29 +144,22 @@ def side_of(parameters: float) -> int:
     return max(64, int(2 ** round(math.log2(math.sqrt(parameters / MATRICES)))))
 
 
-def in_buckets(shapes: Sequence[Sequence[int]], dtype: torch.dtype, cap: float = BUCKET) -> tuple[BucketLayout, ...]:
-    """Return buckets as DDP fills them: it closes one when its bytes reach the limit, which is lower for the first one."""
-    made: list[list[Sequence[int]]] = [[]]
-    filled = 0
-    for shape in shapes:
-        made[-1].append(shape)
-        filled += math.prod(shape) * dtype.itemsize
-        if filled >= (min(FIRST_BUCKET, cap) if len(made) == 1 else cap):
-            made.append([])
-            filled = 0
-    return tuple(_layout(one, dtype) for one in made if one)
+def in_buckets(
+    shapes: Sequence[Shape], dtype: torch.dtype, cap: float = BUCKET, first: float = FIRST_BUCKET
+) -> tuple[BucketLayout, ...]:
+    """Return the layouts of DDP's buckets for parameters in the order of the model, see :func:`.filled`."""
+    by_name = {str(number): shape for number, shape in enumerate(shapes)}
+    return tuple(
+        # Buckets with equal shapes have equal names, so they are equal and are planned once.
+        BucketLayout.of_shapes({f"{place}.weight": shape for place, shape in enumerate(one.values())}, dtype)
+        for one in filled(by_name, cap, first, dtype.itemsize)
+    )
 
 
-def _in_units(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[BucketLayout, ...]:
-    return tuple(_layout(shapes[at : at + UNIT], dtype) for at in range(0, len(shapes), UNIT))
-
-
-def _layout(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> BucketLayout:
-    # Buckets with equal shapes have equal names, so they are equal and are planned once.
-    return BucketLayout.of_shapes({f"{place}.weight": tuple(shape) for place, shape in enumerate(shapes)}, dtype)
-
-
-Stages = list[list[Message]]
+def in_units(shapes: Sequence[Shape], dtype: torch.dtype) -> tuple[BucketLayout, ...]:
+    """Return the layouts of FSDP2's units of about equal bytes, in the order of the forward."""
+    cap = sum(map(math.prod, shapes)) * dtype.itemsize / UNITS
+    return in_buckets(shapes, dtype, cap, cap)[::-1]
 
 
 def stages_of(reduction: Reduction, layout: BucketLayout, topology: Topology) -> Stages:
@@ -289,7 +301,7 @@ def line(cluster: Cluster, training: Training, hook: str) -> Line:
     """
     gather, reduction = (_reduction(expr) for expr in (axes(hook)[:2] if training.sharded else (hook, hook)))
     topology = cluster.topology
-    counts = Counter(training.layouts)
+    layouts = set(training.layouts)  # each is planned once
     sizes = [layout.numel for layout in training.layouts]
     if training.sharded:
         pairs = {
@@ -297,24 +309,21 @@ def line(cluster: Cluster, training: Training, hook: str) -> Line:
                 scatter_and_gather(gather, layout, topology)[1],
                 scatter_and_gather(reduction, layout, topology)[0],
             )
-            for layout in counts
+            for layout in layouts
         }
         notes = sharded_step([pairs[layout] for layout in training.layouts], sizes, training.step)
-        planned = [_bytes(message, topology) for message in notes.sent]
-        inside, leaving = (sum(column) for column in zip(*planned, strict=True))
     else:
-        stages = {layout: stages_of(reduction, layout, topology) for layout in counts}
+        stages = {layout: stages_of(reduction, layout, topology) for layout in layouts}
         notes = replicated_step([stages[layout] for layout in training.layouts], sizes, training.step)
-        found = [
-            (count, node_bytes(reduction, [layout], topology, tuning=CpuTuning.off()))
-            for layout, count in counts.items()
-        ]
-        inside, leaving = (sum(count * each[i] for count, each in found) for i in (0, 1))
+    sent, leaving = (sum(one.size * shares(topology, one.kind, one.scope)[i] for one in notes.sent) for i in (0, 1))
     network = cluster.network()
-    [(seconds, _)] = Replay.of(network, [notes.notes])
-    link = sum(_alone(network, message) for message in notes.sent)
-    rank, lossy = (inside + leaving) / cluster.ranks, gather.lossy or reduction.lossy
-    return Line(hook, leaving, rank, link, max(0.0, seconds - training.step), seconds, lossy)
+    # The second time without computation: latencies of messages in flight together pass together.
+    seconds, link = (
+        Replay.of(network, [[note._replace(seconds=note.seconds * share) for note in notes.notes]])[0][0]
+        for share in (1, 0)
+    )
+    left, lossy = max(0.0, seconds - training.step), gather.lossy or reduction.lossy
+    return Line(hook, leaving, sent, link, left, seconds, lossy)
 
 
 def _reduction(expr: str) -> Reduction:
@@ -324,64 +333,38 @@ def _reduction(expr: str) -> Reduction:
     return found
 
 
-def _bytes(message: Message, topology: Topology) -> tuple[float, float]:
-    """Return the bytes of a flat gather or scatter inside the node and out of it, for all ranks of node 0."""
-    ring = message.kind != "all_to_all"
-    sent = message.size * (topology.world_size - 1) / topology.world_size
-    leaving = sum(sent * topology.leaving(rank, "all", ring=ring) for rank in topology.nodes[0])
-    return sent * topology.ranks_per_node - leaving, leaving
-
-
-def _alone(network: Network, message: Message) -> float:
-    curve = network.at(message.scope).curve(message.kind, "")
-    return curve.latency + curve.work(message.size)
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """Result of :func:`answer`.
 
     Attributes:
         lines: one for each hook, ``allreduce`` first.
-        recommended: an expression; ``"allreduce"`` means no hook.
+        choice: among the lines.
         rival: the lossy hook with the shortest step; ``None`` if every hook is exact.
-        pays_below: bits per second of the link below which the rival saves :data:`WORTH` of a step, if its arithmetic takes no
-            time. ``None`` if that is true of no link or of every link that is searched.
+        pays_below: bits per second of the link below which the rival is :func:`~ch_bench.advise.predict.worth` it, if its
+            arithmetic takes no time. ``None`` if that is true of no link or of every link that is searched.
     """
 
     lines: tuple[Line, ...]
-    recommended: str
-    rival: str | None
+    choice: Choice[Line]
+    rival: Line | None
     pays_below: float | None
-
-
-def recommended(lines: Sequence[Line]) -> tuple[Line, Line]:
-    """Return the line that the rule for measured steps recommends, and the fastest line of an exact hook.
-
-    The first line is plain averaging, which stays unless another one saves more than 5 % of a step.
-    """
-    steps = [Prediction(one.hook, one.seconds, one.left, 0.0, one.sent, one.lossy, one.leaving) for one in lines]
-    chosen, exact, _ = (next(one for one in lines if one.hook == step.hook) for step in choose(steps))
-    if chosen.lossy and chosen.seconds > exact.seconds * (1 - WORTH):
-        chosen = exact
-    return (lines[0] if chosen.seconds > lines[0].seconds * (1 - WORTH) else chosen), exact
 
 
 def answer(cluster: Cluster, training: Training, hooks: Sequence[str]) -> Answer:
     """Predict a step with each hook, and recommend one by the rule for measured steps."""
     lines = tuple(line(cluster, training, hook) for hook in dict.fromkeys(["allreduce", *hooks]))
-    chosen, exact = recommended(lines)
+    choice = choose(lines)
     lossy = [one for one in lines if one.lossy]
     if not lossy:
-        return Answer(lines, chosen.hook, None, None)
-    rival = chosen.hook if chosen.lossy else min(lossy, key=lambda one: (one.seconds, one.link)).hook
+        return Answer(lines, choice, None, None)
+    rival = choice.chosen if choice.chosen.lossy else min(lossy, key=lambda one: (one.seconds, one.link))
 
     def saves(bits: float) -> bool:
         slower = replace(cluster, bits=bits)
-        with_hook, plain = (line(slower, training, hook).seconds for hook in (rival, exact.hook))
-        return with_hook <= plain * (1 - WORTH)
+        return worth(line(slower, training, rival.hook), line(slower, training, choice.exact.hook))
 
-    return Answer(lines, chosen.hook, rival, _highest(saves))
+    return Answer(lines, choice, rival, _highest(saves))
 
 
 def _highest(pays: Callable[[float], bool]) -> float | None:

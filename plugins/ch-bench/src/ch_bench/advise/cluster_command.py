@@ -8,34 +8,32 @@ from dataclasses import asdict
 from typing import NoReturn
 
 import torch
-from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 import ch_core
 from ch_bench.advise.cluster import (
-    BUCKET,
     FASTEST,
     FORWARD,
     SLOWEST,
-    UNIT,
     Answer,
     Cluster,
-    Line,
     Training,
     answer,
     imagined,
     in_buckets,
+    in_units,
     side_of,
 )
 from ch_bench.advise.outer import rounds
 from ch_bench.advise.predict import HOOKS, LEVELED, SHARDED_HOOKS, WORTH, recorded_loss
 from ch_bench.advise.workload import find, made_by
-from ch_bench.help_text import without_trailing_spaces
 from ch_bench.links.link import FAR_APART, NUMBER, UNITS, Link
-from commhooks import BucketLayout, HookConfigError
+from ch_bench.shapes import BUCKET
+from ch_bench.tables import bandwidth, columns, indented, milli, shown
+from commhooks import BucketLayout, HookConfigError, duration
 
+NODE_LINK = "900gbit"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Fail = Callable[[str], NoReturn]
 
@@ -48,13 +46,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=DTYPES, help="of gradients without --model (fp32)")
     group.add_argument("--step", metavar="TIME", help="a step without communication, as in 250ms")
     group.add_argument("--fsdp", action="store_true", help="FSDP2 over all ranks, instead of DDP")
-    group.add_argument("--node-link", metavar="RATE", default="900gbit", help="of a rank inside its node (900gbit)")
+    group.add_argument("--node-link", metavar="RATE", help=f"of a rank inside its node ({NODE_LINK})")
 
 
 def set_options(args: argparse.Namespace) -> list[str]:
     """Return the options that only a cluster has, if they are given."""
-    given = {"--parameters": args.parameters, "--dtype": args.dtype, "--step": args.step, "--fsdp": args.fsdp}
-    return [name for name, value in given.items() if value]
+    names = ("parameters", "dtype", "step", "fsdp", "node_link")
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
 
 
 def seconds_of(text: str) -> float:
@@ -72,17 +70,23 @@ def seconds_of(text: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
+def nodes_of(option: str, text: str, fail: Fail) -> tuple[int, int]:
+    """Return the numbers of nodes and of ranks of each in ``"4x8"``, or report a wrong text."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if found is None or int(found[1]) * int(found[2]) < 2:
+        fail(f"{option} {text}: expected nodes and ranks of each, as in 4x8, and at least two ranks")
+    return int(found[1]), int(found[2])
+
+
 def cluster_of(args: argparse.Namespace, fail: Fail) -> Cluster:
     """Return the cluster of the options, or report a wrong one."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", args.cluster)
-    if found is None or int(found[1]) * int(found[2]) < 2:
-        fail(f"--cluster {args.cluster}: expected nodes and ranks of each, as in 4x8, and at least two ranks")
+    nodes, ranks = nodes_of("--cluster", args.cluster, fail)
     if args.link is None or args.step is None:
         fail(
             "--cluster needs --link RATE,ROUNDTRIP (25gbit,0.1ms) and --step TIME, a step without communication (250ms)"
         )
     try:
-        link, node = Link.parse(args.link), Link.parse(args.node_link)
+        link, node = Link.parse(args.link), Link.parse(args.node_link or NODE_LINK)
     except ValueError as error:
         fail(str(error))
     if not link.rate or not node.rate:
@@ -91,7 +95,7 @@ def cluster_of(args: argparse.Namespace, fail: Fail) -> Cluster:
         fail(
             f"--link {link.text}: jitter and loss are not predicted. Omit them, or shape a link here, without --cluster"
         )
-    return Cluster(int(found[1]), int(found[2]), link.rate, link.round_trip or 0.0, node.rate)
+    return Cluster(nodes, ranks, link.rate, link.round_trip or 0.0, node.rate)
 
 
 def training_of(args: argparse.Namespace, fail: Fail) -> tuple[Training, str]:
@@ -131,9 +135,8 @@ def _of_model(module: torch.nn.Module, sharded: bool, cap: float) -> tuple[Bucke
     dtypes = list(dict.fromkeys(p.dtype for p in found))
     made: list[BucketLayout] = []
     for dtype in dtypes:
-        shapes = [tuple(p.shape) for p in reversed(found) if p.dtype == dtype]  # the backward begins with the last ones
-        bytes_ = sum(p.numel() * p.element_size() for p in found if p.dtype == dtype)
-        made += in_buckets(shapes, dtype, bytes_ / 24 if sharded else cap)
+        shapes = [tuple(p.shape) for p in found if p.dtype == dtype]
+        made += in_units(shapes, dtype) if sharded else in_buckets(shapes, dtype, cap)
     return tuple(made)
 
 
@@ -164,8 +167,14 @@ def run(args: argparse.Namespace, fail: Fail) -> int:
     found = answer(cluster, training, args.hooks or hooks_for(cluster, training))
     notes = assumptions(cluster, training, about)
     if args.json:
-        lines = [{**asdict(one), "hidden": one.hidden} for one in found.lines]
-        print(json.dumps({**asdict(found), "lines": lines, "assumptions": notes}, indent=1))
+        made = {
+            "lines": [{**asdict(one), "hidden": one.hidden} for one in found.lines],
+            "recommended": found.choice.chosen.hook,
+            "rival": None if found.rival is None else found.rival.hook,
+            "pays_below": found.pays_below,
+            "assumptions": notes,
+        }
+        print(json.dumps(made, indent=1))
     else:
         show(cluster, training, found, notes)
     return 0
@@ -173,20 +182,18 @@ def run(args: argparse.Namespace, fail: Fail) -> int:
 
 def assumptions(cluster: Cluster, training: Training, about: str) -> list[str]:
     """Return what the prediction assumes, one sentence each."""
-    parts = (
-        f"{len(training.layouts)} units of {UNIT} matrices" if training.sharded else f"{len(training.layouts)} buckets"
-    )
+    parts = "units of about equal bytes" if training.sharded else "buckets"
     made = [
-        f"Model: {about}, in {parts}. Gradients have the dtype of the parameters",
+        f"Model: {about}, in {len(training.layouts)} {parts}. Gradients have the dtype of the parameters",
         f"Step: the forward takes {FORWARD:.0%} of it, the backward the rest; gradients appear evenly over the backward",
-        f"Link: a node sends and receives {_rate(cluster.bits)} at the same time, and nothing else uses it. Each message "
-        f"in a row between nodes costs half a round trip ({_time(cluster.round_trip / 2)})",
+        f"Link: a node sends and receives {bandwidth(cluster.bits)} at the same time, and nothing else uses it. Each message "
+        f"in a row between nodes costs half a round trip ({duration(cluster.round_trip / 2)})",
         "Messages: sums and gathers go round one ring of all ranks, and codes directly to every rank",
         "Codes: they take no time here, because their time on a GPU has not been measured. Time them on your GPU, and "
         "compare with 'codes'",
     ]
     if cluster.ranks > 1:
-        made.insert(3, f"Inside a node: each rank sends {_rate(cluster.node_bits)}, without latency")
+        made.insert(3, f"Inside a node: each rank sends {bandwidth(cluster.node_bits)}, without latency")
     if training.sharded:
         made.append("FSDP2: two weight gathers and one gradient scatter for each unit, and one gather runs ahead")
     return made
@@ -194,103 +201,78 @@ def assumptions(cluster: Cluster, training: Training, about: str) -> list[str]:
 
 def show(cluster: Cluster, training: Training, found: Answer, notes: Sequence[str]) -> None:
     """Print the table, the answer, and the assumptions in 80 columns."""
-    console = Console(width=80, highlight=False)
     how, plain = ("FSDP2", "plain FSDP2") if training.sharded else ("DDP", "plain DDP")
     rank = " A rank sends 'rank MB'." if cluster.ranks > 1 else ""
-    with console.capture() as shown:
-        console.print(
+    print(
+        shown(
             f"{training.parameters / 1e6:.5g} M parameters, {how}, {cluster.nodes} nodes of {cluster.ranks} "
-            f"rank{'s' if cluster.ranks > 1 else ''}, {_rate(cluster.bits)} and {_time(cluster.round_trip)} between nodes. A "
-            f"step without communication takes {_time(training.step)}. Everything here is predicted.\n"
-        )
-        console.print(_table(cluster, found, plain))
-        console.print(
+            f"rank{'s' * (cluster.ranks > 1)}, {bandwidth(cluster.bits)} and {duration(cluster.round_trip)} between nodes. "
+            f"A step without communication takes {duration(training.step)}. Everything here is predicted.\n",
+            _table(cluster, found, plain),
             f"\nIn a step 'node MB' leave a node.{rank} 'link' is the time of all messages, 'hidden' the part behind "
             "computation, and 'left' the part that makes the step longer. Codes may cost up to 'codes' before the hook loses to "
-            f"{plain}. Times are in ms.\n"
-        )
-        console.print(Text(_verdict(found, plain), style="bold"))
-        for sentence in _reasons(cluster, training, found):
-            console.print(Padding(Text(sentence), (0, 0, 0, 2), expand=False))
-        console.print("\nassumed:")
-        for note in notes:
-            console.print(Padding(Text(f"{note}."), (0, 0, 0, 2), expand=False))
-    print(without_trailing_spaces(shown.get()), end="")
+            f"{plain}. Times are in ms.\n",
+            Text(_verdict(found, plain), style="bold"),
+            *indented(_reasons(cluster, training, found)),
+            "\nassumed:",
+            *indented(notes),
+            width=80,
+        ),
+        end="",
+    )
 
 
 def _table(cluster: Cluster, found: Answer, plain: str) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("hook", overflow="fold")
-    for name in ("node MB", *(("rank MB",) if cluster.ranks > 1 else ()), "link ms", "hidden", "left", "codes"):
-        table.add_column(name, justify="right", no_wrap=True)
+    several = cluster.ranks > 1
+    table = columns("hook", "node MB", *(("rank MB",) if several else ()), "link ms", "hidden", "left", "codes")
     first = found.lines[0]
     for one in found.lines:
         gain = first.left - one.left
-        cells = [_mega(one.leaving), *([_mega(one.sent)] if cluster.ranks > 1 else [])]
-        cells += [_milli(value) for value in (one.link, one.hidden, one.left)]
-        cells.append("·" if one is first else _milli(gain) if gain > 0 else "never")
+        cells = [_mega(one.leaving), *([_mega(one.sent)] if several else [])]
+        cells += map(milli, (one.link, one.hidden, one.left))
+        cells.append("·" if one is first else milli(gain) if gain > 0 else "never")
         table.add_row(Text(plain if one is first else one.hook), *cells)
     return table
 
 
 def _verdict(found: Answer, plain: str) -> str:
-    first, chosen = found.lines[0], _of(found, found.recommended)
+    first, chosen = found.lines[0], found.choice.chosen
     if chosen is first:
-        return f"answer: none. Keep {plain}: a step takes {_time(first.seconds)}."
+        return f"answer: none. Keep {plain}: a step takes {duration(first.seconds)}."
     return (
-        f"answer: {chosen.hook}. A step takes {_time(chosen.seconds)} instead of {_time(first.seconds)}, if its codes take no "
-        f"time. They may cost {_time(first.seconds - chosen.seconds)} in a step."
+        f"answer: {chosen.hook}. A step takes {duration(chosen.seconds)} instead of {duration(first.seconds)}, if its codes take "
+        f"no time. They may cost {duration(first.seconds - chosen.seconds)} in a step."
     )
 
 
 def _reasons(cluster: Cluster, training: Training, found: Answer) -> list[str]:
+    """Return sentences about the answer, without their full stops."""
     made = []
-    chosen = _of(found, found.recommended)
-    exact = min((one for one in found.lines if not one.lossy), key=lambda one: one.seconds)
-    if found.rival is not None:
-        saved = 1 - _of(found, found.rival).seconds / exact.seconds
+    chosen, rival, best = found.choice.chosen, found.rival, found.choice.best
+    if rival is not None:
         if not chosen.lossy:
-            made.append(f"The best lossy hook, {found.rival}, would save {max(0.0, saved):.1%} of a step.")
+            saved = max(0.0, 1 - rival.seconds / found.choice.exact.seconds)
+            made.append(f"The best lossy hook, {rival.hook}, would save {saved:.1%} of a step")
         if found.pays_below is not None:
-            border = f"saves more than {WORTH:.0%} of a step if the link is slower than {_rate(found.pays_below)}."
-            made.append(f"{found.rival} {border}")
+            border = f"saves more than {WORTH:.0%} of a step if the link is slower than {bandwidth(found.pays_below)}"
+            made.append(f"{rival.hook} {border}")
         elif chosen.lossy:
-            made.append(f"{found.rival} saves {WORTH:.0%} of a step on any link up to {_rate(FASTEST)}.")
+            made.append(f"{rival.hook} saves {WORTH:.0%} of a step on any link up to {bandwidth(FASTEST)}")
         else:
-            made.append(f"No link down to {_rate(SLOWEST)} makes a lossy hook save {WORTH:.0%} of a step.")
+            made.append(f"No link down to {bandwidth(SLOWEST)} makes a lossy hook save {WORTH:.0%} of a step")
     if chosen.lossy:
         loss = recorded_loss(chosen.hook)
-        made.append(f"It changes the gradients{f'. Recorded cost in loss: {loss}' if loss else ''}. Compare the loss.")
-    best = min(found.lines, key=lambda one: one.seconds)
+        made.append(f"It changes the gradients{f'. Recorded cost in loss: {loss}' if loss else ''}. Compare the loss")
     if cluster.round_trip >= FAR_APART and cluster.ranks == 1 and not training.sharded:
         made.append(
             f"On CPUs, commhooks.attach(link='{ch_core.Link(cluster.bits, cluster.round_trip)}') or run --link sends a step in "
-            "fewer half round trips than this table has."
+            "fewer half round trips than this table has"
         )
     outer = None if training.sharded else rounds(training.step, best.link, best.hook, best.seconds)
     if outer is not None:
-        made.append(f"{outer.sentence()}.")
+        made.append(outer.sentence())
     return made
-
-
-def _of(found: Answer, hook: str) -> Line:
-    return next(one for one in found.lines if one.hook == hook)
 
 
 def _mega(size: float) -> str:
     return f"{size / 1e6:.{0 if size >= 1e8 else 2}f}"
-
-
-def _milli(seconds: float) -> str:
-    return f"{seconds * 1e3:.{0 if seconds >= 0.1 else 1}f}"
-
-
-def _time(seconds: float) -> str:
-    if seconds >= 10:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.{0 if seconds >= 0.1 else 2}f} ms"
-
-
-def _rate(bits: float) -> str:
-    unit, size = ("Gbit/s", 1e9) if bits >= 1e9 else ("Mbit/s", 1e6)
-    return f"{bits / size:.3g} {unit}" if bits / size < 1000 else f"{bits / size:.0f} {unit}"

@@ -28,7 +28,6 @@ each node has one uplink.
 import argparse
 import json
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -38,8 +37,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -48,11 +45,12 @@ from ch_bench.advise import cluster_command
 from ch_bench.advise.network import Network
 from ch_bench.advise.predict import HOOKS, SHARDED_HOOKS, Advice, advise, leveled_hooks
 from ch_bench.advise.workload import MODELS, check, load
-from ch_bench.help_text import HelpFormatter, without_trailing_spaces
+from ch_bench.help_text import HelpFormatter
 from ch_bench.links import netns
 from ch_bench.links.link import Link
+from ch_bench.tables import columns, indented, milli, shown
 from ch_testing import WorkerError
-from commhooks import Progress
+from commhooks import Progress, duration
 
 PARTS = (
     "A step is the sum of waiting for messages, arithmetic of the hook, and the rest. The rest is the model's own work, which "
@@ -83,6 +81,8 @@ def set_up(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], in
 
     def start(args: argparse.Namespace) -> int:
         if args.cluster is not None:
+            if args.nodes is not None:
+                parser.error("--nodes starts ranks here, and --cluster starts none: give one of them")
             return cluster_command.run(args, parser.error)
         return run(_checked(args, parser))
 
@@ -99,11 +99,8 @@ def _checked(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argpa
         parser.error(str(error))
     args.each = None
     if args.nodes is not None:
-        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", args.nodes)
-        if found is None:
-            parser.error(f"--nodes {args.nodes}: expected nodes and ranks of each, as in 2x4")
-        args.each = int(found[2])
-        args.nproc = int(found[1]) * args.each
+        nodes, args.each = cluster_command.nodes_of("--nodes", args.nodes, parser.error)
+        args.nproc = nodes * args.each
     if args.seconds <= 0 or args.nproc < 2:
         parser.error("--seconds must be > 0, and --nproc at least 2, because one rank sends nothing")
     return args
@@ -191,21 +188,20 @@ def show(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=1))
         return
-    console = Console() if sys.stdout.isatty() else Console(width=80)
-    with console.capture() as shown:
-        console.print(
+    print(
+        shown(
             f"{found['model']}: {found['parameters']:,} parameters on {_ranks(found)} ({found['device']}); "
-            f"a step without communication takes {_ms(found['alone'])}. {pair_text(found['network'])}\n",
-            highlight=False,
-        )
-        console.print(_network_table(found["network"]))
-        console.print()
-        console.print(_hook_table(found))
-        console.print(f"\n{_columns(found)}", highlight=False)
-        console.print(f"\n[bold]use {found['recommended']}[/]", highlight=False)
-        for reason in found["reasons"]:
-            console.print(Padding(Text(f"{reason}."), (0, 0, 0, 2), expand=False))  # Padding indents every line
-    print(without_trailing_spaces(shown.get()), end="")
+            f"a step without communication takes {duration(found['alone'])}. {pair_text(found['network'])}\n",
+            _network_table(found["network"]),
+            "",
+            _hook_table(found),
+            f"\n{_columns(found)}",
+            Text(f"\nuse {found['recommended']}", style="bold"),
+            *indented(found["reasons"]),
+            width=None if sys.stdout.isatty() else 80,
+        ),
+        end="",
+    )
 
 
 def _ranks(found: dict[str, Any]) -> str:
@@ -214,7 +210,7 @@ def _ranks(found: dict[str, Any]) -> str:
 
 
 def pair_text(network: dict[str, Any]) -> str:
-    pair, load = network["pair"], f"Before the probe, programs wanted {network['load']:.0%} of the cores."
+    pair, load = network["pair"], f"Before the probe, other programs used {network['load']:.0%} of the cores."
     if pair is None:
         return load
     trip = f"Between two ranks a round trip takes {pair['round_trip'] * 1e3:.2f} ms"
@@ -222,7 +218,7 @@ def pair_text(network: dict[str, Any]) -> str:
 
 
 def _network_table(network: dict[str, Any]) -> Table:
-    table = _table("collective", "latency", "payload a second", "largest size")
+    table = columns("collective", "latency", "payload a second", "largest size")
     for row in network["collectives"]:
         name = row["collective"] + (f" of {row['dtype']}" if row["dtype"] else "") + WHERE[row["scope"]]
         rate = "too short" if row["bits"] is None else f"{row['bits'] / 8e6:.0f} MB"  # to tell a byte's time
@@ -233,13 +229,13 @@ def _network_table(network: dict[str, Any]) -> Table:
 def _hook_table(found: dict[str, Any]) -> Table:
     plain = next(one for one in found["predictions"] if one["hook"] == "allreduce")
     nodes = plain["leaving"] is not None
-    table = _table("hook", "step ms", "waiting", "arithmetic", "rest", "node MB" if nodes else "sent MB", "speed")
+    table = columns("hook", "step ms", "waiting", "arithmetic", "rest", "node MB" if nodes else "sent MB", "speed")
     for one in found["predictions"]:
         faster = plain["seconds"] / one["seconds"]
         taken = "bold green" if one["hook"] == found["recommended"] else ""
         rest = max(0.0, one["seconds"] - one["waiting"] - one["arithmetic"])
         cells: list[str | Text] = [
-            *map(_in_ms, (one["seconds"], one["waiting"], one["arithmetic"], rest)),
+            *map(milli, (one["seconds"], one["waiting"], one["arithmetic"], rest)),
             f"{one['leaving' if nodes else 'sent'] / 1e6:.2f}",
             Text("·" if one is plain else f"{faster:.2f}×", style="" if taken or faster >= 1 else "bright_red"),
         ]
@@ -253,19 +249,3 @@ def _columns(found: dict[str, Any]) -> str:
     if found["predictions"][0]["leaving"] is not None:
         sent = "node MB: bytes that a node sends to other nodes in a step"
     return f"{PARTS} {sent}; speed: relative to allreduce."
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column(first, overflow="fold")
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)  # so that only the first column folds
-    return table
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
-
-
-def _in_ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.{0 if seconds >= 1 else 1}f}"

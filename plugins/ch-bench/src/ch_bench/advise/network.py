@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -28,6 +29,7 @@ RESTED = 1 << 17  # bytes: smaller messages do not show a token bucket
 LONGEST = 0.5  # seconds: larger messages are extrapolated
 WARM = 3  # messages in a row; the last one is timed, when a token bucket is empty
 PAIR_BYTES = 1 << 20  # of the exchange that shows the rate between two ranks
+QUIET = 0.3  # seconds in which the ranks sleep, and other programs show
 REST = 0.15  # seconds in which a token bucket refills
 
 
@@ -117,7 +119,7 @@ class Network:
         lanes: messages that travel at a time. gloo has two threads for each group, and NCCL one stream. Between far ranks the
             bytes of one message follow those of another, and the latencies overlap.
         pair: rate and round trip between two ranks; ``None`` on a GPU.
-        load: programs that wanted a core of the busiest machine before the probe, divided by its cores.
+        load: share of the busiest machine's cores that other programs used before the probe.
     """
 
     curves: Mapping[Key, Curve]
@@ -225,6 +227,27 @@ def _largest_anywhere(mine: Mapping[Scope, Mapping[Key, int]]) -> dict[Scope, di
             for key, size in sizes.items():
                 found[key] = max(found.get(key, 0), size)
     return made
+
+
+def used_by_others(device: torch.device) -> float:
+    """Return the share of the busiest machine's cores that programs use while all ranks sleep. Every rank must call this.
+
+    A load average would count the start of the ranks themselves. It is 0 where the kernel has no ``/proc/stat``.
+    """
+    _meet()
+    before = _core_times()
+    time.sleep(QUIET)
+    busy, idle = (after - earlier for after, earlier in zip(_core_times(), before, strict=True))
+    return slowest([busy / max(busy + idle, 1.0)], device)[0]
+
+
+def _core_times() -> tuple[float, float]:
+    """Return the ticks in which cores were busy and idle."""
+    try:
+        user, nice, system, idle, wait, *others = map(float, Path("/proc/stat").read_text().split()[1:9])
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    return user + nice + system + sum(others), idle + wait
 
 
 def spare_cores() -> float:

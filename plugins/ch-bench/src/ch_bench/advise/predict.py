@@ -1,16 +1,16 @@
 """Step times with hooks: predicted over a probed network, or measured over the real one."""
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
 import commhooks
-from ch_bench.advise.network import Message, Network, pair_link, probe
+from ch_bench.advise.network import Message, Network, pair_link, probe, used_by_others
 from ch_bench.advise.outer import rounds
 from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
 from ch_bench.advise.workload import AttachedHooks, Workload, slowest
@@ -25,9 +25,9 @@ SHARDED_HOOKS = ("allreduce", "bf16_compress", "quant8", "quant8 / quant4")
 LEVELED = ("bf16_compress", "quant8", "quant4", "powersgd(rank=4)")
 """Hooks that are also predicted inside ``two_level``, on several nodes of several ranks."""
 WARM_UP = 2  # steps; DDP rebuilds its buckets after the first one
-WORTH = 0.05  # share of a step that a lossy hook must save
+WORTH = 0.05  # share of a step that a hook must save
 FASTER = 0.1  # share by which a measured rate may exceed the link's
-BUSY = 0.5  # share of the cores that other programs want, from which on times say little
+BUSY = 0.5  # share of the cores that other programs use, from which on times say little
 ALIKE = 0.03  # predictions within this share are equal; the hook with the smaller error wins
 Tell = Callable[[str], None]
 
@@ -103,7 +103,7 @@ def advise(
     """
     hooks = list(dict.fromkeys(["allreduce", *hooks]))
     ends = time.perf_counter() + seconds
-    load = slowest([os.getloadavg()[0] / (os.cpu_count() or 1)], work.device)[0]
+    load = used_by_others(work.device)
     tell("the round trip between two ranks")
     pair = pair_link(work.process_group, work.device)
     if pair is not None and pair.round_trip >= FAR_APART:
@@ -144,7 +144,7 @@ def advise(
         )
     if load > BUSY:
         reasons = (
-            f"This machine is busy: before the probe, programs wanted {load:.0%} of its cores. Idle ones are faster",
+            f"This machine is busy: before the probe, other programs used {load:.0%} of its cores. Idle ones are faster",
             *reasons,
         )
     if local:
@@ -187,26 +187,90 @@ def leveled_hooks(work: Workload, hooks: Sequence[str]) -> list[str]:
 
 
 def measure(work: Workload, hook: str, *, steps: int = 10, seconds: float = 30.0) -> list[float]:
-    """Return the seconds of real steps with a hook, each on the slowest rank."""
+    """Return the seconds of real steps with a hook, each on the slowest rank, as :func:`in_pairs`."""
     handle = work.attach(hook)
     try:
         for _ in range(WARM_UP):
             work.step()
         taken = [_timed(work)]
-        count = max(2, min(steps, int(seconds / slowest(taken, work.device)[0])))
+        count = max(3, min(steps, int(seconds / slowest(taken, work.device)[0])))
         taken += [_timed(work) for _ in range(count - 1)]
     finally:
         handle.detach()
-    return slowest(taken, work.device)
+    return slowest(in_pairs(taken), work.device)
+
+
+def in_pairs(seconds: Sequence[float]) -> list[float]:
+    """Return the mean of each step and the next one.
+
+    A rank that starts a step late does not wait for its peer, ends early, and starts the next step early by as much. Ranks that
+    are far apart take such turns for ever, so the longer step of the two ranks is up to half a round trip too long.
+
+    >>> in_pairs([0.06, 0.04, 0.06])
+    [0.05, 0.05]
+    """
+    return [(one + other) / 2 for one, other in pairwise(seconds)]
+
+
+class Step(Protocol):
+    """A predicted step, as :func:`choose` compares it."""
+
+    @property
+    def hook(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def sent(self) -> float: ...
+    @property
+    def lossy(self) -> bool: ...
+
+
+S = TypeVar("S", bound=Step)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[S]):
+    """Result of :func:`choose`.
+
+    Attributes:
+        best: the fastest step.
+        tried: the one with the smallest error among the fastest ones.
+        exact: the fastest one of an exact hook.
+        base: ``exact`` if it is worth it, otherwise ``allreduce``.
+        chosen: ``tried`` if it is worth it, otherwise ``base``.
+    """
+
+    best: S
+    tried: S
+    exact: S
+    base: S
+    chosen: S
+
+
+def choose(steps: Sequence[S]) -> Choice[S]:
+    """Choose among steps, one of them with ``allreduce``, which stays unless another hook is :func:`worth` it.
+
+    Lossy hooks are compared with the fastest exact one.
+    """
+    plain = next(one for one in steps if one.hook == "allreduce")
+    exact = min((one for one in steps if not one.lossy), key=lambda one: one.seconds)
+    best = min(steps, key=lambda one: one.seconds)
+    near = [one for one in steps if one.seconds <= best.seconds * (1 + ALIKE)]
+    tried = exact if exact in near else min(near, key=lambda one: -one.sent)  # more bytes mean less error
+    base = exact if worth(exact, plain) else plain
+    return Choice(best, tried, exact, base, tried if tried.lossy and worth(tried, exact) else base)
+
+
+def worth(step: Step, other: Step) -> bool:
+    """True if a step saves at least :data:`WORTH` of another one."""
+    return step.seconds <= other.seconds * (1 - WORTH)
 
 
 def recommend(alone: float, predictions: Sequence[Prediction]) -> tuple[str, tuple[str, ...]]:
-    """Return the recommended hook and the reasons.
-
-    Among the fastest hooks it is the one with the smallest error, if it saves enough time.
-    """
+    """Return the recommended hook and the reasons."""
     plain = next(one for one in predictions if one.hook == "allreduce")
-    chosen, exact, best = choose(predictions)
+    found = choose(predictions)
+    base, tried, exact = found.base, found.tried, found.exact
     without = max(alone, plain.model)  # other programs may have slowed one of the two down
     share = max(0.0, plain.seconds - without) / plain.seconds
     reasons = [
@@ -215,48 +279,37 @@ def recommend(alone: float, predictions: Sequence[Prediction]) -> tuple[str, tup
         if share
         else "A step with allreduce takes no longer than one without communication"
     ]
-    if chosen.lossy and chosen.seconds > exact.seconds * (1 - WORTH):
+    if not tried.lossy:
+        reasons.append("Do not compress: no lossy hook is faster by more than the error of the prediction")
+        return base.hook, tuple(reasons)
+    if found.chosen is base:
         reasons.append(
-            f"Do not compress: {chosen.hook} would save {max(0.0, 1 - chosen.seconds / exact.seconds):.0%} of a step. A "
+            f"Do not compress: {tried.hook} would save {max(0.0, 1 - tried.seconds / exact.seconds):.0%} of a step. A "
             f"lossy hook is worth it from {WORTH:.0%}"
         )
-        return exact.hook, tuple(reasons)
+        return base.hook, tuple(reasons)
     noise = max(one.model for one in predictions) - min(one.model for one in predictions)
-    if chosen.lossy and exact.seconds - chosen.seconds < noise:
+    if exact.seconds - tried.seconds < noise:
         reasons.append(
             f"Too noisy to tell: the model's own work took up to {noise * 1e3:.1f} ms longer with one hook than with another. "
-            f"{chosen.hook} would save {(exact.seconds - chosen.seconds) * 1e3:.1f} ms. Run it again on an idle machine, or with "
+            f"{tried.hook} would save {(exact.seconds - tried.seconds) * 1e3:.1f} ms. Run it again on an idle machine, or with "
             "a larger --seconds"
         )
-        return exact.hook, tuple(reasons)
-    if not chosen.lossy:
-        reasons.append(
-            "Do not compress: no hook is faster than plain averaging by more than the error of the prediction"
-        )
-        return chosen.hook, tuple(reasons)
-    before, after, where = plain.sent, chosen.sent, ""
-    if plain.leaving is not None and chosen.leaving is not None:
-        before, after, where = plain.leaving, chosen.leaving, " from node to node"
+        return base.hook, tuple(reasons)
+    before, after, where = plain.sent, tried.sent, ""
+    if plain.leaving is not None and tried.leaving is not None:
+        before, after, where = plain.leaving, tried.leaving, " from node to node"
     reasons.append(
-        f"{chosen.hook} sends {before / max(after, 1):.1f} times fewer bytes{where}, and its arithmetic takes "
-        f"{chosen.arithmetic * 1e3:.0f} ms. A step takes {chosen.seconds * 1e3:.0f} ms, which is "
-        f"{plain.seconds / chosen.seconds:.1f} times as fast as with allreduce"
+        f"{tried.hook} sends {before / max(after, 1):.1f} times fewer bytes{where}, and its arithmetic takes "
+        f"{tried.arithmetic * 1e3:.0f} ms. A step takes {tried.seconds * 1e3:.0f} ms, which is "
+        f"{plain.seconds / tried.seconds:.1f} times as fast as with allreduce"
     )
-    if chosen is not best:
-        reasons.append(f"{best.hook} is as fast within {ALIKE:.0%} and has a larger error")
-    loss = recorded_loss(chosen.hook)
+    if tried is not found.best:
+        reasons.append(f"{found.best.hook} is as fast within {ALIKE:.0%} and has a larger error")
+    loss = recorded_loss(tried.hook)
     reasons.append(f"It changes the gradients. Recorded cost in loss: {loss}" if loss else "It changes the gradients")
     reasons.append("Compare the loss on your own model, not only the step time, before you keep it")
-    return chosen.hook, tuple(reasons)
-
-
-def choose(predictions: Sequence[Prediction]) -> tuple[Prediction, Prediction, Prediction]:
-    """Return the hook with the smallest error among the fastest ones, the fastest exact hook, and the fastest hook."""
-    exact = min((one for one in predictions if not one.lossy), key=lambda one: one.seconds)
-    best = min(predictions, key=lambda one: one.seconds)
-    near = [one for one in predictions if one.seconds <= best.seconds * (1 + ALIKE)]
-    chosen = exact if exact in near else min(near, key=lambda one: -one.sent)  # more bytes mean less error
-    return chosen, exact, best
+    return tried.hook, tuple(reasons)
 
 
 def recorded_loss(hook: str) -> str:

@@ -1,12 +1,11 @@
 """The model to measure: ``module:callable``, or one of the three here."""
 
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -226,26 +225,8 @@ def find(name: str) -> Callable[[], Any]:
     return found
 
 
-class Made(NamedTuple):
-    """What a model's function made.
-
-    Attributes:
-        module: the model.
-        batch: of one step.
-        loss: ``loss(predictions, target)``, if the module returns predictions.
-        optimizer: ``optimizer(parameters)``.
-    """
-
-    module: nn.Module
-    batch: tuple[Any, ...]
-    loss: Callable[..., Any] | None = None
-    optimizer: Callable[..., torch.optim.Optimizer] | None = None
-
-
-def made_by(name: str, made: Any) -> Made:
-    """Return what a model's function made, after a check.
-
-    Functions after the batch are told apart by what they take: a loss takes predictions and a target, an optimizer parameters.
+def made_by(name: str, made: Any) -> tuple[nn.Module, tuple[Any, ...], Sequence[Callable[..., Any]]]:
+    """Return the module, the batch and the functions behind it that a model's function made.
 
     Raises:
         HookConfigError: it is not ``(module, batch)``, with a loss or an optimizer or both behind it.
@@ -257,31 +238,30 @@ def made_by(name: str, made: Any) -> Made:
             "optimizer), where module(*batch) or loss(module(*batch[:-1]), batch[-1]) is the loss and optimizer(parameters) "
             "makes an optimizer"
         )
-    module, batch, functions = made[0], made[1], made[2:]
-    losses = [one for one in functions if is_loss(one)]
-    optimizers = [one for one in functions if not is_loss(one)]
-    if len(losses) > 1 or len(optimizers) > 1:
-        raise HookConfigError(f"model {name!r} returned two losses or two optimizers: return one of each")
-    batch = batch if isinstance(batch, tuple) else (batch,)
-    if losses and len(batch) < 2:
-        raise HookConfigError(
-            f"model {name!r} returned a loss and a batch without a target: return (module, (x, y), loss)"
-        )
-    return Made(module, batch, losses[0] if losses else None, optimizers[0] if optimizers else None)
+    return made[0], made[1] if isinstance(made[1], tuple) else (made[1],), made[2:]
 
 
-def is_loss(function: Callable[..., Any]) -> bool:
-    """Return True for a loss, which takes predictions and a target, and False for an optimizer, which takes parameters.
+def optimizer_of(function: Callable[..., Any], module: nn.Module) -> torch.optim.Optimizer | None:
+    """Return the optimizer that a function makes from the parameters of a module; ``None`` if the function is a loss.
 
-    >>> [is_loss(f) for f in (nn.MSELoss(), nn.functional.cross_entropy, torch.optim.SGD, lambda params: None)]
-    [True, True, False, False]
+    A loss wants predictions and a target. With parameters instead it raises, or returns something without ``step``.
+
+    Raises:
+        HookConfigError: a class raised, which cannot be a loss.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> [optimizer_of(f, layer) is None for f in (nn.MSELoss(), torch.nn.functional.cross_entropy, torch.optim.SGD)]
+    [True, True, False]
     """
     if isinstance(function, nn.Module):
-        return True
-    if isinstance(function, type):
-        return False
-    needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind <= 1]
-    return len(needed) > 1
+        return None
+    try:
+        made: Any = function(module.parameters())
+    except Exception as error:
+        if isinstance(getattr(function, "func", function), type):  # a partial of a class counts as the class
+            raise HookConfigError(f"the optimizer {function} raised {type(error).__name__}: {error}") from error
+        return None
+    return made if callable(getattr(made, "step", None)) else None
 
 
 def load(name: str, device: torch.device, bucket_cap_mb: float | None = None) -> Workload:
@@ -297,15 +277,25 @@ def load(name: str, device: torch.device, bucket_cap_mb: float | None = None) ->
     Raises:
         HookConfigError: the function cannot be imported, or returns something else.
     """
-    module, batch, loss, make_optimizer = made_by(name, find(name)())
+    module, batch, functions = made_by(name, find(name)())
+    sharded = isinstance(module, FSDPModule)
+    if not sharded:
+        module.to(device)  # before an optimizer reads the parameters
+    made = [(function, optimizer_of(function, module)) for function in functions]
+    losses = [function for function, optimizer in made if optimizer is None]
+    optimizers = [optimizer for _, optimizer in made if optimizer is not None]
+    if len(losses) > 1 or len(optimizers) > 1:
+        raise HookConfigError(f"model {name!r} returned two losses or two optimizers: return one of each")
+    if losses and len(batch) < 2:
+        raise HookConfigError(
+            f"model {name!r} returned a loss and a batch without a target: return (module, (x, y), loss)"
+        )
     batch = tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in batch)
     ids = [device.index] if device.type == "cuda" else None
     options: dict[str, Any] = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
-    model: Any = module
-    if not isinstance(module, FSDPModule):
-        model = DistributedDataParallel(module.to(device), device_ids=ids, **options)
-    optimizer = make_optimizer(model.parameters()) if make_optimizer else torch.optim.SGD(model.parameters(), lr=1e-6)
-    return Workload(model, batch, optimizer, device, loss)
+    model: Any = module if sharded else DistributedDataParallel(module, device_ids=ids, **options)
+    optimizer = optimizers[0] if optimizers else torch.optim.SGD(model.parameters(), lr=1e-6)
+    return Workload(model, batch, optimizer, device, losses[0] if losses else None)
 
 
 def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ch_bench.record import LEVEL, Interval, interval, machine
+from ch_bench.tables import bandwidth, columns
 
 BUSY = 0.6  # load per core from which other programs disturb the ranks
 CLAIMS = [  # ours, PyTorch's, limit of the ratio of their costs
@@ -160,19 +161,6 @@ def _break_even_table(costs: Costs) -> Table:
     return table
 
 
-def bandwidth(bits: float | None) -> str:
-    """Return bits per second as text.
-
-    >>> bandwidth(2.5e9), bandwidth(2e8), bandwidth(None)
-    ('2.5 Gbit/s', '200 Mbit/s', 'never')
-    """
-    if bits is None:
-        return "never"
-    if bits == float("inf"):
-        return "any"
-    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
-
-
 def write(results: list[Result], console: Console, out: Path) -> None:
     """Write ``bench.json`` (raw times and claims) and ``bench.txt`` (the printed tables) to ``out``."""
     for result in results:
@@ -187,10 +175,8 @@ def model_table(result: Result) -> Table:
     """Return the table of ``bench --model``; slower hooks are red."""
     rounds: dict[str, list[float]] = result["rounds"]
     size = f"{result['parameters'] / 1e6:.1f} M parameters, {result['world']} ranks, {result['link']}"
-    made = Table(title=f"{result['model']}, {size}", box=None, header_style="bold", pad_edge=False)
-    made.add_column("hook", overflow="fold", min_width=min(30, max(map(len, rounds))))
-    for name in ("a step", "interval", "against allreduce"):
-        made.add_column(name, justify="right", no_wrap=True)
+    made = columns("hook", "a step", "interval", "against allreduce")
+    made.title, made.columns[0].min_width = f"{result['model']}, {size}", min(30, max(map(len, rounds)))
     for hook, values in rounds.items():
         middle, low, high = interval(values)
         faster = median(a / b for a, b in zip(rounds["allreduce"], values, strict=True))
