@@ -13,19 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ch_bench.advise import predict
 from ch_bench.advise.network import Curve, Message, Network, pair_link
 from ch_bench.advise.predict import Prediction, recommend
 from ch_bench.advise.replay import EmulatedTransport, Note, Recorder, Replay
 from ch_bench.advise.workload import MODELS, WRAPPER, Workload, load, optimizer_of
 from ch_bench.links import netns
-from ch_bench.links.link import Link
-from ch_core import Engine
+from ch_bench.links.link import Link as LinkWords
+from ch_core import Engine, Link
 from ch_testing import spawn
 from commhooks import Bucket, HookConfigError, Reduction, Topology, create, get, list_hooks
 
 BENCH = Path(__file__).resolve().parents[2] / "plugins" / "ch-bench"  # its programs are not installed
 SECOND = 1e6  # bytes
-LINK = Link.parse("100mbit,20ms")
+LINK = LinkWords.parse("100mbit,20ms")
 CURVE = Curve((0.0, SECOND, 2 * SECOND), (0.5, 1.5, 2.5), (0.0, 0.0, 0.0))  # half a second, and one for a megabyte
 
 
@@ -170,6 +171,21 @@ def test_hooks_of_far_ranks_are_predicted_with_the_measured_link(tmp_path: Path)
     assert any("Every hook was attached with link='" in reason for reason in found["reasons"])
     rows = {row["hook"]: row for row in found["predictions"]}
     assert 0.009 < rows["quant8"]["waiting"] < 0.019  # half a round trip, and no second one for the status
+
+
+def local_body(rank: int, world: int, local: bool) -> bool:
+    predict.pair_link = lambda group, device: Link(1e9, 0.02)  # as on a machine that is busy
+    MODELS["mine"] = lambda: (torch.nn.Linear(64, 64), torch.randn(4, 64))
+    work = load("mine", torch.device("cpu"))
+    advice = predict.advise(work, ["bf16_compress"], seconds=2.0, local=local)
+    return any("Every hook was attached with link=" in reason for reason in advice.reasons)
+
+
+@pytest.mark.full
+@pytest.mark.gloo
+@pytest.mark.parametrize("local", [True, False])
+def test_ranks_of_one_machine_are_not_far_apart(local: bool) -> None:
+    assert spawn(local_body, 2, local) == [not local] * 2
 
 
 def test_other_messages_continue_while_one_is_in_flight():

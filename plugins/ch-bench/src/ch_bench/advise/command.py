@@ -206,7 +206,7 @@ def show(found: dict[str, Any], as_json: bool) -> None:
 
 def _ranks(found: dict[str, Any]) -> str:
     world, each = found["world_size"], found["ranks_per_node"]
-    return f"{world} ranks" if each is None else f"{world // each} nodes of {each} ranks"
+    return f"{world} ranks" if each is None else f"{world // each} node{'s' * (world > each)} of {each} ranks"
 
 
 def pair_text(network: dict[str, Any]) -> str:

@@ -106,7 +106,7 @@ def advise(
     load = used_by_others(work.device)
     tell("the round trip between two ranks")
     pair = pair_link(work.process_group, work.device)
-    if pair is not None and pair.round_trip >= FAR_APART:
+    if pair is not None and pair.round_trip >= FAR_APART and not local:  # a busy machine is slow, not far
         work = replace(work, link=pair)
     tell("the model without communication")
     _alone(work, 1)
