@@ -27,6 +27,7 @@ nox.options.reuse_existing_virtualenvs = True
 ROOT = Path(__file__).parent
 FT_TOOLS = ["torchft>=0.2.0", "parameterized"]  # ch-ft's optional extra
 TRITON = "triton>=3.6; sys_platform == 'linux'"  # ch-quant's optional extra, 200 MB; tests run its interpreter
+TORCH_TESTS = "expecttest"  # what torch.testing._internal imports
 NIGHTLY = "torchft-nightly==2026.10.26"  # pinned, because its manager and tests change
 ACCELERATE = "accelerate>=1"  # the framework of the quick set: it imports in a tenth of a second, Lightning in three
 FRAMEWORKS = [
@@ -129,7 +130,7 @@ def pytest(session: nox.Session, *arguments: str, names: Iterable[str] = ()) -> 
 
 def whole_suite(session: nox.Session, marks: str, workers: int, tools: Iterable[str] = ()) -> None:
     """Run tests of all packages in one environment, several at a time, because many tests wait for processes they start."""
-    common = [*TEST_TOOLS, *FT_TOOLS, ACCELERATE, "matplotlib>=3.8", "pytest-xdist>=3.8"]
+    common = [*TEST_TOOLS, *FT_TOOLS, ACCELERATE, TORCH_TESTS, "matplotlib>=3.8", "pytest-xdist>=3.8"]
     install(session, *PROJECTS, tools=[*common, *tools])
     # A module or class runs in one process (loadscope). A test that hangs ends its process, after which xdist would wait
     # forever for the rest of the module, so no worker restarts. Without --no-loadscope-reorder, modules of one long test
@@ -435,7 +436,7 @@ def convergence(session: nox.Session) -> None:
 @nox.session
 def compare(session: nox.Session) -> None:
     """Try every public name of PyTorch's, Lightning's and torchft's hook modules, and ours. `-- --only WORD`."""
-    install(session, *PROJECTS, tools=["lightning>=2.2", "torchft>=0.2.0"])
+    install(session, *PROJECTS, tools=["lightning>=2.2", "torchft>=0.2.0", TORCH_TESTS])
     session.run("python", "tests/compatibility/run.py", *session.posargs, env=ONE_THREAD)
 
 

@@ -171,6 +171,14 @@ def test_every_public_name_has_its_row():
     assert python("-W", "ignore", "-c", code, cwd=ROOT / "tests" / "compatibility")
 
 
+def test_the_picture_of_all_hooks_finds_its_records():
+    code = (
+        "import pictures; rows = pictures.measured().values()\n"
+        "assert (len(rows), sum(row.limited is not None for row in rows)) == (9, 6)"
+    )
+    python("-c", code, cwd=DOCS)
+
+
 def test_the_comparison_is_the_page_of_its_measurement():
     code = (
         "import json, pathlib\n"

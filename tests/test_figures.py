@@ -56,6 +56,11 @@ def _works(side: str) -> int:
     return sum(row[side]["outcome"] == "works" for row in rows if not row["reason"])
 
 
+def _passed(side: str) -> int:
+    suite = json.loads((MEASURED / "compare.json").read_text())["suite"]
+    return list(suite[side].values()).count("passed")
+
+
 def _bad(side: str) -> int:
     rows = json.loads((MEASURED / "faults.json").read_text())
     return sum(row["side"] == side and row["outcome"] in BAD for row in rows)
@@ -64,6 +69,8 @@ def _bad(side: str) -> int:
 COUNTED: dict[tuple[str, str], Callable[[], int]] = {
     ("compare", "there"): lambda: _works("theirs_outcome"),
     ("compare", "here"): lambda: _works("our_outcome"),
+    ("compare", "own tests, theirs"): lambda: _passed("theirs"),
+    ("compare", "own tests, ours"): lambda: _passed("ours"),
     ("faults", "torch"): lambda: _bad("torch"),
     ("faults", "ours"): lambda: _bad("ours"),
 }

@@ -2,6 +2,7 @@
 
     python tests/compatibility/run.py                  # writes docs/measured/compare.json and docs/compare.md
     python tests/compatibility/run.py --only powerSGD  # some rows, printed only
+    python tests/compatibility/run.py --suite          # torch's own tests again; writes both files
 
 Each side of each row runs in two forked processes under a hard time limit, with the same code (`cases.py`).
 """
@@ -27,6 +28,7 @@ from typing import Any
 
 import cases
 import torch
+import torch_suite
 from rows import MODULES, ROWS, PublicName
 
 import commhooks
@@ -222,17 +224,46 @@ def page(data: dict[str, Any]) -> str:
         shown = "as above" if reason and reason == before else reason
         counterpart += ("; " if counterpart and shown else "") + shown
         lines.append(f"| {name} | {said(r['theirs_outcome'])} | {said(r['our_outcome'])} | {counterpart} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + suite_section(data["suite"])) + "\n"
+
+
+def suite_section(suite: dict[str, dict[str, str]]) -> list[str]:
+    """Return the table of PyTorch's own tests."""
+    passed = {side: sum(outcome == "passed" for outcome in suite[side].values()) for side in torch_suite.SIDES}
+    lines = [
+        "",
+        "## PyTorch's own tests",
+        "",
+        f"PyTorch's wheel contains {len(suite['theirs'])} tests of hooks, their states and averagers, for four GPUs.",
+        "One run tried them on four gloo processes on CPU, first as they are, then with our names in the place of PyTorch's:",
+        f"{passed['theirs']} pass with PyTorch's names and {passed['ours']} with ours.",
+        "`tests/compatibility/torch_suite.py` runs them, and begins with the list of what it changes for the CPU.",
+        "PyTorch's other tests of hooks are not in the wheel.",
+        "",
+        "| test | PyTorch's names | our names |",
+        "|---|---|---|",
+    ]
+    for test, theirs in suite["theirs"].items():
+        cells = [
+            it if it == "passed" else f"**{it.rstrip('.').replace('|', '/')}**" for it in (theirs, suite["ours"][test])
+        ]
+        why = torch_suite.DIFFERENT.get(test, "")
+        lines.append(f"| `{test}` | {cells[0]} | {cells[1]}{why and f'. {why}'} |")
+    return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run rows with this text in module or name, and write nothing")
     parser.add_argument("--page", action="store_true", help="only rewrite the page from the record")
+    parser.add_argument("--suite", action="store_true", help="only repeat PyTorch's own tests, and rewrite the page")
     arguments = parser.parse_args()
     only = arguments.only
-    if arguments.page:
-        (DOCS / "compare.md").write_text(page(json.loads(RECORD.read_text())))
+    if arguments.page or arguments.suite:
+        data = json.loads(RECORD.read_text())
+        if arguments.suite:
+            data["suite"] = {side: torch_suite.run(side) for side in torch_suite.SIDES}
+        write(data)
         return 0
     if missing := missing_rows():
         sys.exit(f"no row for {', '.join(missing)}: add them to tests/compatibility/rows.py")
@@ -249,12 +280,16 @@ def main() -> int:
         return 0
     date = datetime.date.today().isoformat()
     data = {"command": "python tests/compatibility/run.py", "date": date, "versions": versions(), "rows": rows}
-    RECORD.parent.mkdir(exist_ok=True)
-    lines = ",\n".join(map(json.dumps, rows))
+    write({**data, "suite": {side: torch_suite.run(side) for side in torch_suite.SIDES}})
+    return 0
+
+
+def write(data: dict[str, Any]) -> None:
+    """Write the record, one line for each row, and the page."""
+    lines = ",\n".join(map(json.dumps, data["rows"]))
     head = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items() if key != "rows")
     RECORD.write_text(f'{{\n{head},\n"rows": [\n{lines}\n]\n}}\n')
     (DOCS / "compare.md").write_text(page(data))
-    return 0
 
 
 if __name__ == "__main__":
