@@ -40,13 +40,16 @@ def runner():
         yield cache(lambda testing: stack.enter_context(pages.Runner(() if testing else pages.NOT_INSTALLED)))
 
 
+FIRST = {"README.md", "docs/tutorial.md", "docs/checkpointing.md", "docs/packages/core.md"}  # in the quick set
 LONG = {"docs/run.md"}  # starts torchrun several times
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.full, pytest.mark.timeout(420)] if page in LONG else [])
+        pytest.param(
+            page, marks=[] if page in FIRST else [pytest.mark.full, pytest.mark.timeout(420 if page in LONG else 120)]
+        )
         for page in pages.PAGES
         if page not in pages.ELSEWHERE
     ],
@@ -56,6 +59,7 @@ def test_the_blocks_of_a_page_run(page, tmp_path, runner):
     assert not told, told
 
 
+@pytest.mark.full
 def test_other_packages_cannot_be_imported(tmp_path, runner):
     page = tmp_path / "page.md"
     for name in ("numpy", "pytest", "hypothesis"):
@@ -129,6 +133,7 @@ def test_the_hook_of_ten_minutes_trains_a_script(ten_minutes):
     assert [(model["hook"], model["stats"]["steps"]) for model in report["models"]] == [("rounded", 1)], said
 
 
+@pytest.mark.full
 @pytest.mark.packaging
 def test_a_variable_names_the_hook_of_ten_minutes(ten_minutes, monkeypatch):
     folder, site = ten_minutes
@@ -144,6 +149,7 @@ def test_the_plugin_of_the_page_is_found(plugin):
     assert "fraction of entries sent" in python("-m", "commhooks", "describe", "largest", cwd=folder, path=site)
 
 
+@pytest.mark.full
 @pytest.mark.packaging
 def test_the_command_of_the_page_runs(plugin):
     folder, site = plugin

@@ -87,6 +87,7 @@ def body(rank: int, world: int, expressions: list[str], alone: bool) -> dict[str
     return rows
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("alone", [False, True], ids=["the rank's default device", "torch's default device"])
 def test_every_hook_averages_over_the_ranks(alone: bool) -> None:
     """With torch's default device, a tensor of ours that is made without a device lies on the wrong one."""

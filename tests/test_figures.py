@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "docs" / "measured"
 NUMBER = re.compile(r"\{([+-]?\d[\d .]*)\}")
 RESULT = re.compile(r"\d\s?(?:ms|×|nats|MB)(?![\w-])|\d times (?:sooner|faster|fewer|less|as fast)")
+LINK = re.compile(r"(?:bit/s(?:,| and| with a round trip of) |mbit,)\d*$")  # before a round trip, which is no result
 BAD = {"silent", "hang", "abort", "segfault"}
 
 
@@ -137,7 +138,11 @@ def uncovered(page: str, rows: list[Figure]) -> list[str]:
         for place, number in enumerate(NUMBER.finditer(row.words)):
             start = begin + number.start() - 2 * place  # without the braces before it
             covered |= set(range(start, start + len(number[1])))
-    return [prose[max(0, f.start() - 40) : f.end()] for f in RESULT.finditer(prose) if f.start() not in covered]
+    return [
+        prose[max(0, f.start() - 40) : f.end()]
+        for f in RESULT.finditer(prose)
+        if f.start() not in covered and not LINK.search(prose[: f.start()])
+    ]
 
 
 def test_pages_quote_the_numbers_of_their_records() -> None:
@@ -179,6 +184,7 @@ def test_a_number_may_be_rounded(recorded: str, shown: str, equal: bool) -> None
 
 def test_a_result_without_a_row_is_found() -> None:
     assert uncovered("It takes 12 ms.", []) == ["It takes 12 ms"]
+    assert uncovered("Over 50 Mbit/s and 80 ms it takes a while.", []) == []
     row = Figure("README.md", "takes {12} ms", "bench", "a", "b", "c")
     assert uncovered("```\n12 ms\n```\nIt takes 12\nms.", [row]) == []
     assert uncovered("It takes 7 ms, or takes 12 ms.", [row._replace(words="7 ms, or takes {12} ms")]) == [

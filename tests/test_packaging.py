@@ -91,6 +91,7 @@ def publish(python: Path, folder: Path, dist: str, line: str, module: str) -> No
     run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", source)
 
 
+@pytest.mark.full
 def test_a_wheel_holds_one_package(wheels):
     assert len(wheels) == len(POWERSGD) + len(RUN)
     for wheel in wheels:
@@ -133,6 +134,7 @@ def test_the_door_is_shut_unless_a_hook_is_asked_for(tmp_path, base, wheels):
         assert done.stdout.split() == told.split(), done.stderr
 
 
+@pytest.mark.full
 def test_powersgd_is_installed_and_the_error_for_quant8_names_its_package(python, tmp_path):
     found = ask(
         python,
@@ -161,6 +163,7 @@ def test_powersgd_is_installed_and_the_error_for_quant8_names_its_package(python
     assert wrapped == "bf16_wrapper(powersgd(rank=2))"
 
 
+@pytest.mark.full
 def test_a_line_is_enough_and_a_second_claim_is_refused(python, tmp_path):
     line = '[project.entry-points."commhooks.ddp"]\nacme_hook = "{}:hook"'
     hook = "def hook(state, bucket):\n    return {!r}\n"

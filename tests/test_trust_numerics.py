@@ -92,6 +92,7 @@ def poison(rank: int, world: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.full
 def test_not_finite_zero_and_late_gradients_leave_no_trace() -> None:
     assert spawn(poison, 2) == [[], []]
 

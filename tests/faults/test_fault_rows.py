@@ -29,6 +29,7 @@ CHOSEN = {
 QUICK = ("B4.2", "B6.1")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.full) for n in CHOSEN if n not in QUICK)])
 def test_a_fault_ends_as_promised(name: str) -> None:
     result = run.run_case(name, "ours")

@@ -139,6 +139,7 @@ def everything(rank: int, world: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 def test_applied_and_owed_are_the_sum_of_all_gradients_that_were_used() -> None:
     for found in spawn(everything, 2):
         assert {what: lost for what, lost in found.items() if lost > 1e-5} == {}

@@ -366,6 +366,7 @@ def wrong():
 """
 
 
+@pytest.mark.full
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
 def test_the_command_on_a_custom_model(tmp_path: Path):
@@ -458,6 +459,7 @@ WRONG_NAMES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -479,6 +481,7 @@ def test_a_wrong_name_is_one_error_with_the_remedy(words: tuple[str, ...], messa
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "message"),
     [

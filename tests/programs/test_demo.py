@@ -38,6 +38,7 @@ def check_results(out: Path, hooks: list[str]) -> None:
     assert len(picture) > 20_000
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_demo_trains_each_hook_and_reports(tmp_path: Path) -> None:
     hooks = ["allreduce", "bf16_compress"]

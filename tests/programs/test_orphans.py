@@ -40,6 +40,7 @@ def until(holds, seconds: float = 40.0) -> bool:
     return bool(holds())
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("program", [SLEEPER, pytest.param(LAUNCHED, marks=pytest.mark.full)], ids=["spawn", "launch"])

@@ -110,6 +110,7 @@ CHEAP = (
 """Fields whose first cases run in the quick set."""
 
 
+@pytest.mark.full
 def test_two_ranks_around_the_sizes_of_messages_and_chunks() -> None:
     first: dict[str, Crossing] = {}
     for one in crossings():

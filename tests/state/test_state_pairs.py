@@ -122,6 +122,7 @@ def bound(first: str, second: str, dtype: torch.dtype) -> float:
     return rounding + (3e-2 if "int8" in first + second else 0.0)  # 1/254 of a block's largest number in a step
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(
     pair=st.sampled_from(PAIRS),

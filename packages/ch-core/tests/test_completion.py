@@ -32,6 +32,7 @@ assert called.wait(60)
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_a_process_that_ends_waits_for_the_calls_of_its_messages(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store")]

@@ -104,6 +104,7 @@ def thousand(rank: int, world: int) -> list[Any]:
     return [(loop.handle.rank_check.checks, loop.handle.report().rank_checks) for loop in loops]
 
 
+@pytest.mark.full
 def test_a_thousand_clean_steps_raise_no_alarm() -> None:
     for found in spawn(thousand, 2):
         assert found == [(10, "parameters compared across ranks 10 times, every 100 steps: equal")] * 2

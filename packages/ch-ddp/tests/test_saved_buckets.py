@@ -87,6 +87,7 @@ def goes_on(rank: int, world: int, folder: str, hooks: tuple[str, ...], options:
     return differ
 
 
+@pytest.mark.full
 @pytest.mark.gloo
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def hsdp(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_hsdp_names_the_parameter_and_the_ranks() -> None:
     for rank, found in enumerate(spawn(hsdp, 4)):
         for hook in ("bf16_compress", POWERSGD, "quant8"):

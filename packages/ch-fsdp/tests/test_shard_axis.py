@@ -58,6 +58,7 @@ def body_names(rank: int, world: int) -> list[tuple[str, float]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)])
 def test_names(world: int) -> None:
     limit = {"allreduce": 0.0, "fp16_compress": 2e-3, "bf16_compress": 1e-2}

@@ -127,6 +127,7 @@ def body_once(rank: int, world: int, losses: tuple[Loss, ...]) -> None:
                 )
 
 
+@pytest.mark.full
 def test_each_parameter_is_reduced_once_a_step() -> None:
     spawn(body_once, 2, (both_ways, sometimes_twice, reentrant), timeout=200)
 
@@ -202,6 +203,7 @@ def body_dropped(rank: int, world: int) -> None:
                 loss(model, 7, rank).backward()
 
 
+@pytest.mark.full
 def test_dropped_gradients_roll_their_steps_back() -> None:
     spawn(body_dropped, 2, timeout=200)
 

@@ -178,6 +178,7 @@ def test_the_end_of_the_script_is_passed_on(tmp_path: Path, after: str, expected
     assert status(path) == expected == status(path, hook="")
 
 
+@pytest.mark.full
 def test_a_forked_process_neither_reports_nor_cleans_up(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text("import os, sys\nif os.fork() == 0:\n    sys.exit(0)\nos.wait()\n")

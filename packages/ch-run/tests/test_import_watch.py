@@ -25,6 +25,7 @@ def python(folder: Path, *words: str, hook: str) -> subprocess.CompletedProcess[
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200, env=environ)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("answer", "said"),
     [("None", "commhooks_wraps() returned None"), ("['collections:OrderedDict']", "collections:OrderedDict")],

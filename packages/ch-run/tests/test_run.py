@@ -83,6 +83,7 @@ print("the model trained", file=__import__("sys").stderr)
 """
 
 
+@pytest.mark.full
 def test_an_fsdp1_model_that_trains_is_refused_before_its_first_step(tmp_path: Path) -> None:
     done = run(tmp_path, FSDP1, hook="bf16_compress", check=False)
     assert done.code != 0
@@ -91,6 +92,7 @@ def test_an_fsdp1_model_that_trains_is_refused_before_its_first_step(tmp_path: P
     assert not done.report.get("models")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("door", [False, True], ids=["command", "environment"])
 @pytest.mark.parametrize(
     ("hook", "word"), [("powersdg", "did you mean"), ("powersgd(rnk=4)", "rank"), ("powersgd(", "^")]
@@ -152,6 +154,7 @@ def test_a_script_that_wraps_nothing(tmp_path: Path) -> None:
     assert "no model was wrapped" in done.report["notes"][0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "status"),
     [("pass", 3), ("raise SystemExit(0)", 3), ("raise SystemExit('')", 1), ("raise SystemExit(7)", 7), ("1 / 0", 1)],
@@ -201,6 +204,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["raise", "exit"])
 def test_exit_status_and_traceback_are_the_scripts(tmp_path: Path, how: str) -> None:
     inside = tmp_path / "inside"
@@ -262,6 +266,7 @@ def test_a_wrong_command_line_says_the_right_one(tmp_path: Path, words: list[str
     assert max(map(len, done.stderr.splitlines())) <= 80
 
 
+@pytest.mark.full
 def test_options_of_the_script_may_have_the_names_of_ours(tmp_path: Path) -> None:
     (tmp_path / "my_module.py").write_text("import sys\nprint(sys.argv[1:])\n")
     (tmp_path / "train").write_text("import sys\nprint(sys.argv[1:])\n")
@@ -271,6 +276,7 @@ def test_options_of_the_script_may_have_the_names_of_ours(tmp_path: Path) -> Non
         assert done.returncode == 0 and done.stdout == f"{words[2:]}\n", done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["python -m", "console script"])
 def test_a_traceback_starts_in_the_users_code(tmp_path: Path, how: str) -> None:
     """A console script adds one frame above the package's."""
@@ -302,6 +308,7 @@ def test_the_environment_costs_nothing_unless_it_asks_for_a_hook(tmp_path: Path)
         assert done.stdout.strip() == told, done.stderr
 
 
+@pytest.mark.full
 def test_parameters_are_compared_across_ranks(tmp_path: Path) -> None:
     done = run(tmp_path, "ddp_loop", hook=HOOK, check_ranks_every=2, on_drift="raise", link="far")
     assert done.report["models"][0]["link"] == "200mbit,80ms"
@@ -310,6 +317,7 @@ def test_parameters_are_compared_across_ranks(tmp_path: Path) -> None:
     assert checks in " ".join(done.err.split())
 
 
+@pytest.mark.full
 def test_each_model_gets_a_trace(tmp_path: Path) -> None:
     done = run(tmp_path, "ddp_loop", hook=HOOK, trace=tmp_path / "traces")
     [file] = (tmp_path / "traces").iterdir()
@@ -320,6 +328,7 @@ def test_each_model_gets_a_trace(tmp_path: Path) -> None:
     assert trace["summary"]["steps"] == 7 and "on the wire" in done.err and str(file) in done.err
 
 
+@pytest.mark.full
 def test_the_rounds_of_an_outer_optimizer_get_a_trace(tmp_path: Path) -> None:
     outer = "streaming_diloco(every=4, fragments=2, overlap=1)"
     done = run(tmp_path, "ddp_loop", outer=outer, trace="traces", link="far")
@@ -333,11 +342,13 @@ def test_the_rounds_of_an_outer_optimizer_get_a_trace(tmp_path: Path) -> None:
     assert "behind the inner steps" in done.err
 
 
+@pytest.mark.full
 def test_a_hook_whose_messages_are_unknown_trains_without_a_trace(tmp_path: Path) -> None:
     done = run(tmp_path, "ddp_loop", hook="post_local_sgd(start_iter=100)", trace="traces")
     assert "is not traced" in done.report["notes"][0] and not (tmp_path / "traces").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "line"),
     [

@@ -582,6 +582,7 @@ def test_the_report_tells_of_steps_that_no_other_rank_has() -> None:
     assert "2.5 times as far apart as the first" in outer_text({**row, "apart_growth": 2.5})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("outer", "word"),
     [("dilocco", "did you mean"), ("diloco(evry=4)", "every"), ("quant4", "diloco(exchange=quant4)")],

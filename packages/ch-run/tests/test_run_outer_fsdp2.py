@@ -245,6 +245,7 @@ def weights(folder: Path) -> list[torch.Tensor]:
     return list(torch.load(folder / "weights.pt", weights_only=True).values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shards", "outer", "save"),
     [

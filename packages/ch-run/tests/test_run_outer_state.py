@@ -46,6 +46,7 @@ def test_killed_and_resumed_with_the_same_bits(tmp_path: Path, outer: str, save:
     assert killed_and_resumed(tmp_path, "ddp_loop", outer, save)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_resume_from_inside_a_round_is_refused_and_names_the_last_step(tmp_path: Path, every: int) -> None:
     """Rank 0 saves alone while the other rank is already further in the round."""
@@ -64,6 +65,7 @@ def test_a_resume_from_inside_a_round_is_refused_and_names_the_last_step(tmp_pat
     assert "(the last is 6)" in done.err and "save after a step that ends a round" in done.err
 
 
+@pytest.mark.full
 def test_schedules_without_a_common_model_are_refused(tmp_path: Path) -> None:
     done = run(tmp_path, "ddp_loop", outer=STREAMING, state="state", check=False)
     assert done.code != 0 and "the ranks hold different models until the last step" in done.err

@@ -107,6 +107,7 @@ def _residual(handle: commhooks.CommHook) -> float:
     return float(total) / dist.get_world_size()
 
 
+@pytest.mark.full
 def test_another_number_of_ranks_continues_with_the_mean_residual(tmp_path: Path) -> None:
     (_, before, _), _ = spawn(trained, 2, str(tmp_path), 3, 0, timeout=120)
     [(resumed, _, _)] = spawn(trained, 1, str(tmp_path), 0, 3, timeout=120)
@@ -230,6 +231,7 @@ def alone(rank: int, world: int, folder: str) -> set[str]:
     return {path.parent.name[-19:-17] for path in Path(folder).glob("step-*/rank-0-of-1-*-none.pt")}
 
 
+@pytest.mark.full
 def test_a_job_that_was_alone_for_a_while_grows_again(tmp_path: Path) -> None:
     spawn(trained, 2, str(tmp_path), 3, 0, timeout=120)
     assert spawn(alone, 1, str(tmp_path), timeout=120) == [{"04", "05"}]

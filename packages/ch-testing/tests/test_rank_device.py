@@ -76,6 +76,7 @@ def test_a_rank_takes_its_gpu_and_variables_before_its_group() -> None:
     assert "NCCL_HOSTID" not in os.environ
 
 
+@pytest.mark.full
 @NO_GPU
 def test_without_a_gpu_tests_of_ranks_are_skipped_with_one_reason(pytester: pytest.Pytester) -> None:
     result = run(pytester, SUITE, "--device", "cuda", "-rs")
@@ -85,6 +86,7 @@ def test_without_a_gpu_tests_of_ranks_are_skipped_with_one_reason(pytester: pyte
     )
 
 
+@pytest.mark.full
 def test_only_tests_that_start_ranks_follow_the_switch(pytester: pytest.Pytester) -> None:
     run(pytester, SUITE, "--device", "imagined").assert_outcomes(passed=2, deselected=2)
 

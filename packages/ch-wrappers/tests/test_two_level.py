@@ -187,6 +187,7 @@ def test_a_resume_on_the_same_nodes_continues_to_the_bit(expr: str, nodes: int, 
         assert all(torch.equal(found.gradients[0][n], wanted.gradients[0][n]) for n in LIKE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("expr", ["powersgd(rank=2)", "quant4(error_feedback=True)"])
 @pytest.mark.parametrize("first", [True, False])
 def test_the_flat_hook_loads_the_state_and_back(expr: str, first: bool) -> None:

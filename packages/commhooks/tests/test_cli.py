@@ -59,6 +59,7 @@ def test_the_help_names_every_kind(set_up):
     assert set(re.findall(r"\w+", action.help or "")) == {*KINDS, "or"}
 
 
+@pytest.mark.full
 def test_list_and_env_with_a_broken_plugin(tmp_path, publish):
     publish("acme-bad", {"commhooks": {"p": "acme_bad_cli"}}, acme_bad_cli="import no_such_module_anywhere")
     publish("acme", {"commhooks.ddp": {"line_hook": "math:floor"}})
@@ -127,6 +128,7 @@ def test_list_describe_and_help_load_no_torch_and_no_rich():
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.full
 def test_all_is_well_without_strangers():
     assert commhooks("list").returncode == 0
     run = commhooks("env", "--json")
@@ -474,6 +476,7 @@ def test_version():
     assert run.stdout.split()[1][0].isdigit()
 
 
+@pytest.mark.full
 @pytest.mark.gloo
 @pytest.mark.timeout(150)
 def test_doctor_of_one_hook_or_expression():

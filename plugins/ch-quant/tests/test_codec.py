@@ -184,6 +184,7 @@ def build_digests() -> dict[str, str]:
     return {"decoded": decoded.hexdigest(), "encoded": encoded.hexdigest()}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 def test_every_build_and_number_of_threads_has_equal_bits() -> None:
     """Ranks with other processors decode the same numbers, or their parameters would drift apart."""

@@ -22,7 +22,7 @@ POWERSGD = "powersgd(rank=4)"
 VARIANTS = {  # of a hook, instead of its example
     "bf16_compress": (BASELINE, "bf16_compress(accumulate='fp32')"),
     "powersgd": ("powersgd(rank=1)", "powersgd(rank=2)", POWERSGD),
-    "quant": ("quant4(rotation='hadamard')",),
+    "quant": ("quant(bits=4, rotation='hadamard')",),
     "quant8": ("quant8", "quant8(error_feedback=True)"),
     "quant4": ("quant4", "quant4(error_feedback=True)", "quant4(error_feedback=True, residual='int8')"),
     "topk": ("topk", "topk(bits=2)"),

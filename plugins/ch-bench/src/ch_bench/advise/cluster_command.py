@@ -205,9 +205,9 @@ def show(cluster: Cluster, training: Training, found: Answer, notes: Sequence[st
     rank = " A rank sends 'rank MB'." if cluster.ranks > 1 else ""
     print(
         shown(
-            f"{training.parameters / 1e6:.5g} M parameters, {how}, {cluster.nodes} node{'s' * (cluster.nodes > 1)} of {cluster.ranks} "
-            f"rank{'s' * (cluster.ranks > 1)}, {bandwidth(cluster.bits)} and {duration(cluster.round_trip)} between nodes. "
-            f"A step without communication takes {duration(training.step)}. Everything here is predicted.\n",
+            f"{training.parameters / 1e6:.5g} M parameters, {how}, {cluster.nodes} node{'s' * (cluster.nodes > 1)} of "
+            f"{cluster.ranks} rank{'s' * (cluster.ranks > 1)}, {bandwidth(cluster.bits)} and {duration(cluster.round_trip)} "
+            f"between nodes. A step without communication takes {duration(training.step)}. Everything here is predicted.\n",
             _table(cluster, found, plain),
             f"\nIn a step 'node MB' leave a node.{rank} 'link' is the time of all messages, 'hidden' the part behind "
             "computation, and 'left' the part that makes the step longer. Codes may cost up to 'codes' before the hook loses to "
