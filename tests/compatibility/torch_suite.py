@@ -40,9 +40,7 @@ DIFFERENT = {  # tests that fail with our names on purpose -> the reason
 
 def run(side: str, *tests: str, seconds: int = 550) -> dict[str, str]:
     """Run tests in another process, all if none is named. Return test -> ``"passed"``, or what happened."""
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # the test of pickling writes to a fixed name in the folder of temporary files
+    with tempfile.TemporaryDirectory() as folder:  # the test of pickling writes to a fixed name in TMPDIR
         done = subprocess.run(
             [sys.executable, "-W", "ignore", __file__, side, *tests],
             env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder},
@@ -162,9 +160,8 @@ def outcome(result: unittest.TestResult) -> str:
     if "terminated or timed out" in text:
         return "hangs"
     causes = re.findall(r"^(?:[\w.]+\.)?(\w+Error): (?!Process \d)(.*)(?:\n\n(Expected .*))?", text, re.MULTILINE)
-    first = [
-        it for it in causes if "losed by peer" not in it[1]
-    ]  # other ranks lose their connection to the one that failed
+    # Other ranks lose their connection to the rank that failed.
+    first = [it for it in causes if "losed by peer" not in it[1]]
     kind, message, values = (first or causes or [("error", text.splitlines()[-1], "")])[0]
     return f"{kind}: {message} {values}".rstrip()
 

@@ -59,9 +59,8 @@ def rank_main(row: Row, side: str, rank: int, folder: str) -> None:
     Path(folder, f"part{rank}").write_text(json.dumps(result))
     Path(folder, f"part{rank}").rename(Path(folder, f"rank{rank}"))
     sys.stderr.flush()
-    ends = (
-        time.monotonic() + row.limit * kit.SLOWNESS + 5.0
-    )  # a rank that exits would rescue the others by closing its connections
+    # A rank that exits would rescue the others by closing its connections.
+    ends = time.monotonic() + row.limit * kit.SLOWNESS + 5.0
     while time.monotonic() < ends and not Path(folder, "over").exists():
         time.sleep(0.02)
     os._exit(0)

@@ -84,6 +84,13 @@ def test_weights_of_an_accumulation_add_up() -> None:
     assert max(spawn(accumulated, 2, timeout=100)) <= 1e-6
 
 
+def refusal(model: Any, rank: int, kind: type[Exception]) -> str:
+    """Return the text of the error that a backward raises."""
+    with pytest.raises(kind) as raised:
+        model(*batch(0, rank)).backward()
+    return str(raised.value)
+
+
 def late(rank: int, world: int) -> str:
     model: Any = sharded(world)
     handle = commhooks.attach(model, "allreduce", weighted=True)
@@ -93,9 +100,7 @@ def late(rank: int, world: int) -> str:
 
     model.symbol.register_forward_hook(weigh_late)
     handle.weigh(1)
-    with pytest.raises(HookConfigError) as raised:
-        model(*batch(0, rank)).backward()
-    return str(raised.value)
+    return refusal(model, rank, HookConfigError)
 
 
 def test_a_weight_in_the_middle_of_a_step_is_an_error_on_all_ranks() -> None:
@@ -128,9 +133,7 @@ def changed(rank: int, world: int) -> str:
     for group in (model, *model.blocks):  # type: ignore[misc]
         group.set_gradient_divide_factor(1.0)
     handle.weigh(1)
-    with pytest.raises(HookNotSupportedError) as raised:
-        model(*batch(0, rank)).backward()
-    return str(raised.value)
+    return refusal(model, rank, HookNotSupportedError)
 
 
 def test_sums_that_are_set_after_attach_are_refused() -> None:

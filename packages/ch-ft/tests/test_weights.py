@@ -40,6 +40,15 @@ def wanted(names: list[str], step: int) -> torch.Tensor:
     return found
 
 
+def member(
+    manager: SimulatedManager, hook: str
+) -> tuple[DistributedDataParallel, commhooks.CommHook, OptimizerWrapper]:
+    """Return a member's model with a weighted hook, and an optimizer that changes nothing."""
+    model = DistributedDataParallel(manager, copy.deepcopy(NET), bucket_cap_mb=CAP)
+    handle = commhooks.attach(model, hook, weighted=True)
+    return model, handle, OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.0))
+
+
 class Train:
     """The body of a member. It records the gradients of every committed step.
 
@@ -53,9 +62,7 @@ class Train:
 
     def __call__(self, manager: SimulatedManager) -> None:
         name = manager.name
-        model = DistributedDataParallel(manager, copy.deepcopy(NET), bucket_cap_mb=CAP)
-        handle = commhooks.attach(model, self.hook, weighted=True)
-        optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.0))
+        model, handle, optimizer = member(manager, self.hook)
         manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
         failed = set[int]()
         while (step := manager.current_step()) < self.steps:
@@ -99,9 +106,7 @@ def test_the_first_step_of_large_weights_does_not_overflow(async_quorum: bool) -
     """Weights of a million times a gradient are beyond fp16. The first attempt is voted down."""
 
     def body(manager: SimulatedManager) -> list[Any]:
-        model = DistributedDataParallel(manager, copy.deepcopy(NET), bucket_cap_mb=CAP)
-        handle = commhooks.attach(model, "fp16_compress", weighted=True)
-        optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.0))
+        model, handle, optimizer = member(manager, "fp16_compress")
         found: list[Any] = []
         for attempt in range(4):
             optimizer.zero_grad()
@@ -124,9 +129,7 @@ def test_the_first_step_of_large_weights_does_not_overflow(async_quorum: bool) -
 
 def test_a_wrong_weight_is_one_error_on_all_members_and_commits_nothing() -> None:
     def body(manager: SimulatedManager) -> list[Any]:
-        model = DistributedDataParallel(manager, copy.deepcopy(NET), bucket_cap_mb=CAP)
-        handle = commhooks.attach(model, "bf16_compress", weighted=True)
-        optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.0))
+        model, handle, optimizer = member(manager, "bf16_compress")
         found: list[Any] = []
         for attempt in range(2):
             optimizer.zero_grad()

@@ -41,9 +41,8 @@ class WrappedOptimizer(Optimizer):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if (
-            name in _SHARED and "optim" in self.__dict__
-        ):  # Accelerate sets them; own attributes would hide the wrapped ones
+        # Accelerate sets them. Attributes of this object would hide those of the wrapped one.
+        if name in _SHARED and "optim" in self.__dict__:
             setattr(self.optim, name, value)
         else:
             super().__setattr__(name, value)

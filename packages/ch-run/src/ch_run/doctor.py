@@ -211,9 +211,8 @@ def _show(found: dict[str, Any], verbose: bool) -> None:
             reasons.setdefault((each["status"], each["why"]), []).append(each["id"])
     for (status, why), ids in reasons.items():
         line = f"{status}  {', '.join(ids)}: {why}"
-        print(
-            "\n" + (block(line) if status == "loaded" else plain(line))
-        )  # users paste errors into issues, in one line
+        # Users paste errors into issues, in one line.
+        print("\n" + (block(line) if status == "loaded" else plain(line)))
     for failure in found["failures"]:
         where = f"{failure['dist']} {failure['version']} ({failure['entry']}, {failure['phase']})"
         print(plain(f"\nfailed  {where}: {failure['error']}"))

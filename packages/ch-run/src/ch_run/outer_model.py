@@ -169,9 +169,8 @@ def _optimizers(model: torch.nn.Module, name: str) -> list[torch.optim.Optimizer
         HookNotSupportedError: an optimizer averages itself, or two step one parameter.
         HookConfigError: an optimizer also steps tensors that are not the model's.
     """
-    if (
-        len(optimizers_of(model.parameters())) > 1
-    ):  # no name keeps them: one that the script has replaced may be in a cycle
+    # No name keeps the optimizers, because one that the script has replaced may be in a cycle.
+    if len(optimizers_of(model.parameters())) > 1:
         gc.collect()
     optims = optimizers_of(model.parameters())
     mine = {id(param) for param in model.parameters()}

@@ -310,9 +310,8 @@ def detached(order: Order) -> None:
         raise AssertionError("a second hook was attached")
     handle.detach()
     plain = wrapped()
-    backward(
-        plain, 0
-    )  # DDP rebuilds its buckets after the first step, and the order of sums over four ranks depends on them
+    # DDP rebuilds its buckets after the first step, and the order of sums over four ranks depends on them.
+    backward(plain, 0)
     for step in (0, 1):
         wanted = backward(plain, step)
         assert same_bits(backward(model, step), wanted) == []

@@ -112,10 +112,8 @@ def main(argv: list[str] | None = None) -> int:
     table, skew = record.markdown_table(heads, rows), mean(run["skew"] for run in runs)
     print(table)
     if args.record:
-        made_by, note = (
-            record.command("programs.convergence.unequal", argv),
-            f"largest weight over the mean: {skew:.2f}, mean of all steps",
-        )
+        made_by = record.command("programs.convergence.unequal", argv)
+        note = f"largest weight over the mean: {skew:.2f}, mean of all steps"
         record.write("unequal", "Loss on packed documents of unequal length", made_by, table, note)
     return 0
 

@@ -45,9 +45,7 @@ WARM_UP = 8  # steps: DDP rebuilds its buckets, PyTorch's PowerSGD begins after 
 STEPS = 3  # of a cell in a block
 Cell = tuple[int, str]  # buckets, hook
 Times = dict[Cell, list[float]]  # seconds of each block
-Sent = tuple[
-    float, float, int
-]  # begin and arrival of a collective on one rank, and the messages in it one after another
+Sent = tuple[float, float, int]  # begin and arrival of a collective on one rank, and its messages one after another
 
 
 def start(python: str, net: netns.Network, folder: Path, name: str, link: str) -> Installation:

@@ -58,9 +58,7 @@ def main() -> None:
             for _ in range(3 if file else 1):
                 model.zero_grad(set_to_none=False)
                 loss = model()
-                begun = (
-                    time.monotonic()
-                )  # one clock for all namespaces, so no barrier is needed, which would cost a round trip
+                begun = time.monotonic()  # one clock for all namespaces, because a barrier would cost a round trip
                 loss.backward()
                 ended = time.monotonic()
         made = model._get_ddp_logging_data().get("rebuilt_bucket_sizes", "")  # empty in the first step

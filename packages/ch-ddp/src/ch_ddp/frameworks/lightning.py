@@ -16,9 +16,8 @@ _BASES = bases("Callback", "lightning.pytorch.callbacks", "pytorch_lightning.cal
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
 else:
-    Callback = type(
-        "Callback", _BASES or (object,), {}
-    )  # of both packages if both are in use, because config parsers check it
+    # It derives from both packages' classes if both are in use, because config parsers check it.
+    Callback = type("Callback", _BASES or (object,), {})
 
 
 class CommHookCallback(Callback):

@@ -203,9 +203,8 @@ def train(task: Task, log: Log) -> None:
     dying(local, task, log)
     model, optimizer = build(task, local, module)
     inner = optimizer.optim
-    weights = (
-        module.state_dict()
-    )  # once, because the manager asks during a forward, and state_dict() of FSDP2 would reshard the module that runs
+    # Once, because the manager asks during a forward, when state_dict() of FSDP2 would reshard the module that runs.
+    weights = module.state_dict()
     manager.register_state_dict_fn("model", module.load_state_dict, lambda: weights)
     manager.register_state_dict_fn("optim", inner.load_state_dict, inner.state_dict)
     parts: dict[str, Any] = {"manager": manager, "model": module, "optim": inner}

@@ -39,7 +39,9 @@ class Live(AbstractContextManager["Live"]):
         # No reference to an engine: the recording belongs to one, and such a cycle would keep its group after detach().
         line = _Line(source.hook, source.during, engine.counters, [one.counters for one in engines])
         self._counters, self._sampler = engine.counters, engine.sampler
-        self._recording = _Spaced(steps or 1, line, seconds=seconds, first=line.begin, leads=_leads(source, engine))
+        self._recording = _Spaced(steps or 1, line, seconds=seconds, first=line.begin)
+        if not source.groups:
+            self._recording.leads = _leads(engine)
         if not source.groups or source.leads:
             self._sampler.add(self._recording)
 
@@ -53,13 +55,13 @@ class Live(AbstractContextManager["Live"]):
         self.close()
 
 
-def _leads(source: "TraceSource", engine: Engine) -> Callable[[], bool]:
-    """Return a function that tells if this rank prints. The ranks of a manager change, so it asks again."""
-    groups, this = source.groups, weakref.ref(engine)
+def _leads(engine: Engine) -> Callable[[], bool]:
+    """Return a function that tells if this rank prints. It asks in every step, because the ranks of a manager change."""
+    this = weakref.ref(engine)
 
     def now() -> bool:
         found = this()
-        return found is not None and leads(groups, found)
+        return found is not None and leads((), found)
 
     return now
 
