@@ -4,14 +4,15 @@ One of 48 cases (4 places, 3 sizes, 4 hooks) runs in the quick set, four in the 
 """
 
 import itertools
+import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torchft")
 
-from ch_testing.torchft import quorum, scenario
-from ch_testing.torchft.member import Task
+from ch_testing.torchft import member, quorum, scenario
+from ch_testing.torchft.member import Log, Task
 
 FIRST = ("first", 2, "allreduce")
 FULL = {
@@ -35,6 +36,14 @@ def test_a_killed_replica_costs_one_attempt(tmp_path: Path, place: str, replicas
     scenario.verify(scenario.killed_and_restarted(tmp_path, place, replicas, hook), place, replicas, hook)
 
 
+def after_the_first(task: Task, log: Log) -> None:
+    """Train, but the others begin when the first replica has committed a step. Alone, they would be a quorum of their own."""
+    first = Path(task.folder, "alpha_0.jsonl")
+    while task.name != "alpha_0" and not any(line.get("committed") for line in quorum.read(first)):
+        time.sleep(0.02)
+    member.train(task, log)
+
+
 @pytest.mark.timeout(60)
 def test_a_replica_that_joins_late_meets_a_hook_past_its_warm_up(tmp_path: Path) -> None:
     """One replica is at step 500, past ``start_iter``. The new one has never seen a step."""
@@ -44,7 +53,7 @@ def test_a_replica_that_joins_late_meets_a_hook_past_its_warm_up(tmp_path: Path)
             Task("alpha_0", str(tmp_path), address, hook, first_step=500),
             Task("beta_1", str(tmp_path), address, hook, seed=1),
         ]
-        outcome = quorum.run(tmp_path, tasks)
+        outcome = quorum.run(tmp_path, tasks, body=after_the_first)
     assert outcome.codes == {"alpha_0": 0, "beta_1": 0}
     first = next(r for r in outcome.steps["beta_1"] if r["committed"])
     assert first["step"] > 500
