@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import optimizer as torchs
 
 import ch_ddp
 import commhooks
@@ -19,6 +18,7 @@ from ch_ddp.hook_function import as_hook
 from ch_powersgd import PowerSGDState, powerSGD_hook
 from ch_testing import spawn
 from commhooks import AttachError, HookState, Plain
+from commhooks.adapters.optimizer_steps import watching
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.gloo]
 
@@ -118,18 +118,15 @@ WAYS: dict[str, Callable[[], list[object]]] = {
 
 
 def test_detach_ends_the_watch_of_the_optimizer(alone: None) -> None:
-    def hooks() -> tuple[int, int]:
-        return len(torchs._global_optimizer_pre_hooks), len(torchs._global_optimizer_post_hooks)
-
     gc.collect()  # a watch of an earlier test may still wait for it
-    before, model = hooks(), wrapped()
+    before, model = watching(), wrapped()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     handle = commhooks.attach(model, "powersgd(rank=4)", optimizer=optimizer, single_process=True)
     trained(model, optimizer)
     alive = handle.binding  # a binding that is freed takes its watch with it
-    assert hooks() != before
+    assert watching() != before
     handle.detach()
-    assert hooks() == before
+    assert watching() == before
     assert alive is not None
 
 

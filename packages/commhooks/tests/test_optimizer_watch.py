@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import optimizer as torchs
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks import HookConfigError, StateError
+from commhooks.adapters import optimizer_steps
 from commhooks.adapters.optimizer_watch import OptimizerWatch
 
 
@@ -450,25 +451,44 @@ def test_a_compiled_step_is_seen() -> None:
 
 def test_dropped_it_leaves_nothing_behind() -> None:
     gc.collect()
-    before = len(torchs._global_optimizer_post_hooks)
+    before = len(optimizer_steps.watching())
     run = Watched()
     model = run.model
-    assert len(torchs._global_optimizer_post_hooks) == before + 1
+    assert len(optimizer_steps.watching()) == before + 1
     del run
     gc.collect()
-    assert len(torchs._global_optimizer_post_hooks) == before
+    assert len(optimizer_steps.watching()) == before
     assert not any(p._backward_hooks for p in model.parameters())
 
 
-def test_closed_it_leaves_nothing_behind() -> None:
-    def hooks() -> tuple[int, int]:
-        return len(torchs._global_optimizer_post_hooks), len(torchs._global_optimizer_pre_hooks)
+@pytest.mark.parametrize("ends", ["dropped", "closed"])
+def test_it_may_end_while_an_optimizer_tells_of_its_step(ends: str) -> None:
+    """The garbage collector or another thread may end it then. torch iterates over its hooks."""
+    run, others = Watched(), list[Watched]()
 
-    before = hooks()
+    def end(*_: object) -> None:
+        for other in others:
+            if ends == "closed":
+                other.watch.close()
+        others.clear()
+        gc.collect()
+
+    hook = register_optimizer_step_pre_hook(end)
+    others.append(Watched())
+    try:
+        run.backward()
+        run.optimizer.step()
+    finally:
+        hook.remove()
+    assert run.watch.used()
+
+
+def test_closed_it_leaves_nothing_behind() -> None:
+    before = optimizer_steps.watching()
     run = Watched()
-    assert hooks() != before
+    assert optimizer_steps.watching() != before
     run.watch.close()
-    assert hooks() == before
+    assert optimizer_steps.watching() == before
     assert not any(p._backward_hooks for p in run.model.parameters())
 
 

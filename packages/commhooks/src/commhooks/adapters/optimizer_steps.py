@@ -1,6 +1,7 @@
 """Counts the steps of a model's optimizers by torch's hooks around ``step()`` of every optimizer."""
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -43,12 +44,7 @@ class OptimizerSteps:
         self.ever = False
         self.refusal: Callable[[torch.optim.Optimizer], BaseException | None] = lambda optimizer: None
         self.begin_period()
-        this = weakref.ref(self)  # torch keeps the hooks, which must not keep this object alive
-        self._hooks: list[RemovableHandle] = [
-            register_optimizer_step_pre_hook(weak_call(this, OptimizerSteps._before_step)),
-            register_optimizer_step_post_hook(weak_call(this, OptimizerSteps._after_step)),
-        ]
-        weakref.finalize(self, remove_hooks, self._hooks).atexit = False  # a user may never call close()
+        _every_step.add(self)
 
     def begin_period(self) -> None:
         """Begin a period, of which :meth:`used` tells."""
@@ -90,13 +86,14 @@ class OptimizerSteps:
 
     def close(self) -> None:
         """Stop watching optimizers."""
-        remove_hooks(self._hooks)
+        _every_step.remove(self)
 
-    def _before_step(
+    def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Begin a step of any optimizer. Return its arguments, with a closure that is counted."""
         if not self._optimizers.counts(optimizer):
-            return None
+            return args, kwargs
         error = self._late_error() if self._late_error is not None else None
         if error is None and not self._optimizers.knows(optimizer):
             error = self.refusal(optimizer)
@@ -110,7 +107,8 @@ class OptimizerSteps:
         self._running.add(optimizer)
         return self._with_counted_closure(args, kwargs)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """End a step of any optimizer."""
         if not self._optimizers.counts(optimizer):
             return
         self._running.discard(optimizer)
@@ -123,13 +121,13 @@ class OptimizerSteps:
 
     def _with_counted_closure(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of ``step()`` with a counted closure, because the step uses backwards of its closure."""
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": self._counted(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._counted(args[1]), *args[2:]), kwargs
-        return None
+        return args, kwargs
 
     def _counted(self, closure: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(closure)
@@ -141,6 +139,56 @@ class OptimizerSteps:
                 self._closures -= 1
 
         return counted
+
+
+class _EveryStep:
+    """Tells the living :class:`OptimizerSteps` of the steps of every optimizer.
+
+    torch's hooks are registered once and stay. torch iterates over them while they run, so if another thread or the garbage
+    collector removed one, the step of a user's optimizer would raise.
+    """
+
+    def __init__(self) -> None:
+        self._watches: tuple[
+            weakref.ref[OptimizerSteps], ...
+        ] = ()  # replaced as a whole, because steps iterate over it
+        self._lock = threading.RLock()
+        self._hooked = False
+
+    def living(self) -> list[OptimizerSteps]:
+        """Return those that watch, the oldest first."""
+        return [watch for each in self._watches if (watch := each()) is not None]
+
+    def add(self, watch: OptimizerSteps) -> None:
+        with self._lock:
+            if not self._hooked:
+                self._hooked = True
+                register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))
+                register_optimizer_step_post_hook(torch.compiler.disable(self._after_step))
+            self._watches = tuple(weakref.ref(each) for each in (*self.living(), watch))
+
+    def remove(self, watch: OptimizerSteps) -> None:
+        with self._lock:
+            self._watches = tuple(weakref.ref(each) for each in self.living() if each is not watch)
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for watch in self.living():
+            args, kwargs = watch.before_step(optimizer, args, kwargs)
+        return args, kwargs
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        for watch in self.living():
+            watch.after_step(optimizer)
+
+
+_every_step = _EveryStep()
+
+
+def watching() -> list[OptimizerSteps]:
+    """Return those that watch the steps of optimizers, the oldest first."""
+    return _every_step.living()
 
 
 def weak_call(this: "weakref.ref[Any]", method: Any) -> Any:
