@@ -41,10 +41,8 @@ HOOKS = hooks()
 METHODS = (  # one of each, whose whole contract is in the quick set
     "allreduce",
     "error_feedback(bf16_compress)",
-    "fp16_compress",
     "powersgd(rank=4)",
     "quant4(error_feedback=True)",
-    "randomk",
     "topk",
 )
 SHORT = ("test_description", "test_gloo", "test_one_step")

@@ -40,7 +40,7 @@ def runner():
         yield cache(lambda testing: stack.enter_context(pages.Runner(() if testing else pages.NOT_INSTALLED)))
 
 
-FIRST = {"README.md", "docs/tutorial.md", "docs/checkpointing.md", "docs/packages/core.md"}  # in the quick set
+FIRST = {"README.md", "docs/tutorial.md", "docs/packages/core.md"}  # in the quick set
 LONG = {"docs/run.md"}  # starts torchrun several times
 
 

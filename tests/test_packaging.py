@@ -103,6 +103,7 @@ def test_a_wheel_holds_one_package(wheels):
         assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.full
 def test_the_core_alone_imports_torch_alone_and_installs_no_plugin(tmp_path, base, wheels):
     python = environment(tmp_path / "env", base, of(wheels, "ch-core"))
     code = """

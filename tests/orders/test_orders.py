@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gloo, pytest.mark.timeout(300)]
 FIRST = int(SEED)
 """First seed of the late runs."""
 FEEDBACK, LEVELS = "quant4(error_feedback=True)", "two_level(quant4, nodes=NODES)"
-QUICK = {
+GROUPS = {
     "two ranks": [
         Case("attach to DDP", "allreduce"),
         Case("attach, views", FEEDBACK),
@@ -41,6 +41,7 @@ QUICK = {
     ],
     "managers": [Case("ch-ft", FEEDBACK), Case("ch-ft, failed attempt", "")],
 }
+LONG = {"three ranks", "managers"}
 
 
 def check(cases: list[Case], count: int) -> None:
@@ -53,11 +54,13 @@ def check(cases: list[Case], count: int) -> None:
     assert sum(v.overtaken for v in verdicts) > 0, "every collective completed in order, so these runs show nothing"
 
 
-@pytest.mark.parametrize("group", QUICK)
+@pytest.mark.parametrize(
+    "group", [pytest.param(name, marks=pytest.mark.full) if name in LONG else name for name in GROUPS]
+)
 def test_late_runs_equal_plain_runs(group: str) -> None:
     if group == "managers":
         pytest.importorskip("torchft")
-    check(QUICK[group], 2)
+    check(GROUPS[group], 2)
 
 
 @pytest.mark.full

@@ -140,6 +140,7 @@ def pair_body(rank: int, world: int) -> tuple[float, float]:
     return found.rate, found.round_trip
 
 
+@pytest.mark.full
 @pytest.mark.gloo
 def test_the_ranks_agree_on_the_link_between_two_of_them():
     first, *others = spawn(pair_body, 3)

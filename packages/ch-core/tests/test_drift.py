@@ -107,6 +107,7 @@ def test_the_first_of_several_differences_is_named() -> None:
         assert check.drift.name == "layer.2" and sorted(check.drift.groups) == [(0,), (1,), (2,)]
 
 
+@pytest.mark.full
 def test_a_thousand_clean_steps_raise_no_alarm() -> None:
     for errors, check in run(2, 1000, 100, nothing):
         assert errors == [None] * 1000

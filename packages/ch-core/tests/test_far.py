@@ -184,7 +184,7 @@ def lose(rank: int, world: int, frozen: bool) -> str:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_lost_or_frozen_rank_is_an_error_within_the_deadline(frozen: bool) -> None:
     results = spawn(
         lose, 2, frozen, timeout=100, group_timeout=20.0, expect_exit={} if frozen else {1: -signal.SIGKILL}

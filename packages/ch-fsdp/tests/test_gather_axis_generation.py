@@ -88,6 +88,7 @@ def generates(rank: int, world: int, after: bool) -> None:
         assert one.stats()["steps"] == STEPS
 
 
-@pytest.mark.parametrize("after", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("after", [True, False])
 def test_texts_between_steps(after: bool) -> None:
     spawn(generates, 2, after, timeout=90)

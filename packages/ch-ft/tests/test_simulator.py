@@ -64,7 +64,7 @@ def simulated(place: int) -> list[Outcome]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("place", [0, 2, COLLECTIVES])
+@pytest.mark.parametrize("place", [0, pytest.param(2, marks=pytest.mark.full), COLLECTIVES])
 def test_a_reported_error_has_the_same_outcome_as_over_torchft(place: int) -> None:
     pytest.importorskip("torchft")
     assert simulated(place) == over_torchft(place)

@@ -34,12 +34,13 @@ def killed_and_resumed(folder: Path, script: str, outer: str, save: int, **optio
     return same(whole, killed), done.err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("outer", "save"),
     [
         (f"diloco(every=2, steps=8, exchange={FEEDBACK})", 4),
-        pytest.param("diloco(every=3, steps=8)", 6, marks=pytest.mark.full),
-        pytest.param("diloco(every=3, overlap=2, steps=8)", 5, marks=pytest.mark.full),  # the end of the first round
+        ("diloco(every=3, steps=8)", 6),
+        ("diloco(every=3, overlap=2, steps=8)", 5),  # the end of the first round
     ],
 )
 def test_killed_and_resumed_with_the_same_bits(tmp_path: Path, outer: str, save: int) -> None:

@@ -143,7 +143,7 @@ def test_padding_that_a_hook_inside_makes_numbers_of_reaches_no_average(inside: 
             assert equal(some.step(gradients(4, number, like))), expr
 
 
-@pytest.mark.parametrize("expr", FED)
+@pytest.mark.parametrize("expr", [pytest.param(FED[0], marks=pytest.mark.full), *FED[1:]])
 def test_each_rank_keeps_its_part_of_the_residual(expr: str) -> None:
     def kept(some: SimulatedRanks) -> int:
         some.step(gradients(8))
@@ -238,7 +238,7 @@ def test_a_residual_is_handed_over_in_a_step_without_its_gradient(order: tuple[s
 
 
 @pytest.mark.parametrize("expr", [*FED, "quant4(error_feedback=True, residual='int8')"])
-@pytest.mark.parametrize("before", [[[0, 2], [1, 3]], None])
+@pytest.mark.parametrize("before", [[[0, 2], [1, 3]], pytest.param(None, marks=pytest.mark.full)])
 def test_a_residual_of_other_nodes_waits_for_a_gradient(expr: str, before: list[list[int]] | None) -> None:
     law = Law()
     first, second = (
@@ -402,7 +402,9 @@ def test_a_rank_that_ends_at_any_collective_is_noticed(step: int) -> None:
         simulate(body=body, nodes=2, ranks_per_node=2)
 
 
-@pytest.mark.parametrize("expr", ["powersgd(rank=2)", "powersgd(rank=2, residual='averaged')"])
+@pytest.mark.parametrize(
+    "expr", ["powersgd(rank=2)", pytest.param("powersgd(rank=2, residual='averaged')", marks=pytest.mark.full)]
+)
 def test_each_place_has_the_results_of_the_flat_hook_on_the_pieces_that_it_owns(expr: str) -> None:
     """The flat hook on all ranks has the same gradients, so warm starts and residuals of owners change nothing."""
     each = 4

@@ -158,6 +158,7 @@ def test_connections_use_cubic_on_every_machine(words: str | None) -> None:
             assert found.rstrip(b"\0") == b"cubic"
 
 
+@pytest.mark.full
 @needs_line
 @pytest.mark.timeout(60)
 def test_a_message_after_silence_needs_no_more_round_trips() -> None:

@@ -66,7 +66,7 @@ def letter(manager: Any) -> int:
     return "abcd".index(manager.name)
 
 
-@pytest.mark.parametrize("names", ["ab", "abcd"])
+@pytest.mark.parametrize("names", ["ab", pytest.param("abcd", marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", CASES)
 def test_without_failures_it_equals_training_over_fixed_ranks(case: str, names: str) -> None:
     """Both agree to the bit, also in each rank's private values (parameters between two rounds, residuals)."""
@@ -139,7 +139,7 @@ class Log:
             assert all(one == held[0] for one in held), landed
 
 
-@pytest.mark.parametrize("async_quorum", [True, False])
+@pytest.mark.parametrize("async_quorum", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("case", "names", "number"),
     [
