@@ -1,8 +1,8 @@
 """Run commands on a Slurm cluster of two nodes on this machine: `python tests/tools/slurm.py FOLDER COMMAND...`.
 
 Each command's exit status and output go to `FOLDER/0.rc`, `FOLDER/0.txt`, and so on. The program starts itself again in mount,
-process and host name namespaces of its own. There the nodes' names resolve to the loopback interface, and when it ends, the kernel
-ends all its daemons and job steps. Each node has its own host name, by which `two_level` tells the nodes apart.
+process and host name namespaces of its own. There the nodes' names resolve to the loopback interface, and when it ends, the
+kernel ends all its daemons and job steps. Each node has its own host name, by which `two_level` tells the nodes apart.
 """
 
 import os
