@@ -1,6 +1,7 @@
 """The files of docs/launch.md start a training by Slurm and MPI, and the Kubernetes file fits its resource's schema."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,8 +29,9 @@ for step in range(3):
     optimizer.step()
 dist.destroy_process_group()
 """
-STARTED = "commhooks run: quant4 on DistributedDataParallel (Linear)"
-ENDED = "quant4 on rank 0 of 4: 3 steps, 3 of them compressed"
+HOOK = "two_level(quant4)"
+STARTED = f"commhooks run: {HOOK} on DistributedDataParallel (Linear)"
+ENDED = f"{HOOK} on rank 0 of 4: 3 steps, 3 of them compressed"  # on one node nothing is compressed
 pytestmark = pytest.mark.timeout(640)
 
 
@@ -66,7 +68,9 @@ def test_the_page_has_its_files() -> None:
 def test_the_variables_of_ray_are_those_of_run() -> None:
     from ch_run.settings import Settings
 
-    settings = Settings.of(dict.fromkeys(re.findall(r"COMMHOOKS_\w+", FILES["job.py"]), "x"))
+    assert f'"COMMHOOKS_HOOK": "{HOOK}"' in FILES["job.py"]
+    names = re.findall(r"COMMHOOKS_\w+", PAGE.partition("## Ray\n")[2])
+    settings = Settings.of(dict.fromkeys(names, "x"))
     assert (settings.hook, settings.state) == ("x", "x")
 
 
@@ -81,7 +85,7 @@ def test_slurm_starts_it_in_three_ways(tmp_path: Path, monkeypatch: pytest.Monke
     ways.append(small(line("srun --nodes 2 --ntasks-per-node 8"), 0))
     cluster = tmp_path / "cluster"
     cluster.mkdir()
-    program = [sys.executable, slurm.__file__, str(cluster), *(f"rm -rf state; {way}" for way in ways)]
+    program = [sys.executable, slurm.__file__, str(cluster), *ways]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=630)
     assert done.returncode == 0, done.stderr
     for number, way in enumerate(ways):
@@ -99,16 +103,25 @@ def test_mpirun_starts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, "1")
     [port] = slurm.free_ports(1)
     command = small(line("mpirun"), port).replace("node1:8,node2:8", "localhost:4").replace("node1", "localhost")
-    done = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    *words, script = shlex.split(command)
+    # All ranks have one host name, so torchrun's variables tell the nodes.
+    node = f"GROUP_RANK=$((OMPI_COMM_WORLD_RANK / 2)) LOCAL_WORLD_SIZE=2 exec {script}"
+    words += ["bash", "-c", node]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and trained(done.stderr), done.stdout + done.stderr
 
 
 @pytest.mark.full  # it needs packages that no other test needs
 def test_the_kubernetes_file_fits_the_schema() -> None:
-    """A model of the resource drops fields that it does not have, so the file must come back whole."""
+    """A model of the resource drops fields that it does not have, so the file must come back whole, also with the volume."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api")
     yaml = pytest.importorskip("yaml")
-    job = yaml.safe_load(FILES["job.yaml"])
-    assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
-    wrong = yaml.safe_load(FILES["job.yaml"].replace("replicatedJobs", "replicaJobs"))
-    assert models.TrainerV1alpha1TrainJob.from_dict(wrong).to_dict() != wrong
+    alone, volume = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert alone == FILES["job.yaml"] and HOOK in yaml.safe_load(alone)["spec"]["trainer"]["command"]
+
+    def whole(text: str) -> bool:
+        job = yaml.safe_load(text)
+        return bool(models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job)
+
+    assert whole(alone) and whole(alone + volume)
+    assert not whole((alone + volume).replace("replicatedJobs", "replicaJobs"))

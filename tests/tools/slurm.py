@@ -1,8 +1,8 @@
 """Run commands on a Slurm cluster of two nodes on this machine: `python tests/tools/slurm.py FOLDER COMMAND...`.
 
-Each command's exit status and output go to `FOLDER/0.rc`, `FOLDER/0.txt`, and so on. The program starts itself again in mount and
-process namespaces of its own. There the nodes' names resolve to the loopback interface, and when it ends, the kernel ends all its
-daemons and job steps.
+Each command's exit status and output go to `FOLDER/0.rc`, `FOLDER/0.txt`, and so on. The program starts itself again in mount,
+process and host name namespaces of its own. There the nodes' names resolve to the loopback interface, and when it ends, the
+kernel ends all its daemons and job steps. Each node has its own host name, by which `two_level` tells the nodes apart.
 """
 
 import os
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun")
-NAMESPACES = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+NAMESPACES = ["unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"]
 NODES = ("n1", "n2")
 LIMIT = 180  # seconds for a command
 INSIDE = "--inside"
@@ -53,7 +53,7 @@ def missing() -> str:
     if lost:
         return f"{', '.join(lost)} not installed: apt-get install slurm-wlm munge"
     if subprocess.run([*NAMESPACES, "true"], capture_output=True, timeout=10).returncode:
-        return "this user may not make namespaces: unshare --mount --pid failed"
+        return "this user may not make namespaces: unshare --mount --pid --uts failed"
     return ""
 
 
@@ -88,7 +88,8 @@ def start(folder: Path) -> None:
         time.sleep(0.05)
     subprocess.Popen(["slurmctld", "-D", "-i"], stderr=subprocess.DEVNULL)
     for node in NODES:
-        subprocess.Popen(["slurmd", "-D", "-N", node], stderr=subprocess.DEVNULL)
+        daemon = f"hostname {node} && exec slurmd -D -N {node}"
+        subprocess.Popen(["unshare", "--uts", "sh", "-c", daemon], stderr=subprocess.DEVNULL)
     states = ""
     while time.monotonic() < end:
         said = subprocess.run(["sinfo", "-h", "-N", "-o", "%t"], capture_output=True, text=True, timeout=30)
