@@ -1,6 +1,7 @@
 """`attach` logs one line at the start, on rank 0 only."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -45,3 +46,16 @@ def test_the_line_names_hook_model_bytes_and_state() -> None:
     assert first[1].startswith(f"powersgd(rank=1) {plain} ")
     assert first[1].endswith("; it has a state, and none was given, so residuals start at zero")
     assert first[2].endswith("; its state is the one after step 1")
+
+
+def _on_nodes(rank: int, world: int) -> str:
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    return commhooks.start_line(commhooks.attach(model, "two_level(quant4, nodes=2)"), model)
+
+
+def test_with_nodes_the_line_has_the_bytes_that_leave_a_node() -> None:
+    """Inside a node two_level sends about as much as plain averaging."""
+    line = spawn(_on_nodes, 4)[0]
+    # Round a ring of four ranks, one rank of a node sends 4 160 numbers of 4 bytes twice, but for a quarter.
+    found = re.search(r"in a step a node sends (\S+) kB to other nodes, and 25.0 kB with plain averaging", line)
+    assert found is not None and float(found[1]) < 4.0, line

@@ -4,7 +4,7 @@ import torch
 
 from ch_core import LATER
 from commhooks.handle import CommHook
-from commhooks.report.report import planned_bytes
+from commhooks.report.report import planned_bytes, planned_node_bytes
 from commhooks.report.text import size
 
 
@@ -40,8 +40,10 @@ def _sent(handle: CommHook) -> str:
     engine = binding.engine
     if engine is None:
         return "its bytes are known after the first step"
-    sent, plain = planned_bytes(engine, binding.layouts, LATER)
-    return f"in a step a rank sends {size(sent)}, and {size(plain)} with plain averaging"
+    nodes = planned_node_bytes(engine, binding.layouts, LATER)
+    sent, plain = nodes or planned_bytes(engine, binding.layouts, LATER)
+    sender, to = ("node", " to other nodes") if nodes else ("rank", "")
+    return f"in a step a {sender} sends {size(sent)}{to}, and {size(plain)} with plain averaging"
 
 
 def _state(handle: CommHook, resumed: str) -> str:

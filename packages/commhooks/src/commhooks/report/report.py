@@ -9,6 +9,7 @@ from ch_core import (
     BucketLayout,
     CpuTuning,
     Engine,
+    Plain,
     RankCheck,
     Reduction,
     RequestPlan,
@@ -144,12 +145,15 @@ def report(
     return Report(hook, rank, world, stats, made, total, warnings, node, checks, link, seconds)
 
 
-def _node(engine: Engine, layouts: Sequence[BucketLayout]) -> NodeBytes | None:
+def _node(
+    engine: Engine, layouts: Sequence[BucketLayout], step: int | None = None, plain: bool = False
+) -> NodeBytes | None:
     context = engine.context()
     if context.topology is None or context.topology.ranks_per_node == 1:
         return None
     tuning = engine.messenger.tuning if engine.transport.free else CpuTuning.off()
-    return node_bytes(engine.reduction, layouts, context.topology, context.step, tuning=tuning)
+    reduction = Plain() if plain else engine.reduction
+    return node_bytes(reduction, layouts, context.topology, context.step if step is None else step, tuning=tuning)
 
 
 def ratio_of(engine: Engine, layouts: Sequence[BucketLayout], step: int | None = None) -> float | None:
@@ -166,6 +170,14 @@ def planned_bytes(engine: Engine, layouts: Sequence[BucketLayout], step: int) ->
     gradient = sum(layout.size * layout.dtype.itemsize for layout in layouts)
     requests = [request for layout in layouts for stage in _plan(engine, layout, step) for request in stage]
     return _sent(engine, requests), engine.reduction.trips * gradient * (world - 1) / world
+
+
+def planned_node_bytes(engine: Engine, layouts: Sequence[BucketLayout], step: int) -> tuple[float, float] | None:
+    """Return the bytes that leave a node in a step with the hook, and with plain averaging; None without known nodes."""
+    found, plain = (_node(engine, layouts, step, plain) for plain in (False, True))
+    if found is None or plain is None:
+        return None
+    return found.leaving, plain.leaving * engine.reduction.trips / Plain.trips
 
 
 def _sent(engine: Engine, requests: Sequence[RequestPlan]) -> float:
