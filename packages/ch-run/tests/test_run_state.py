@@ -1,5 +1,6 @@
 """``commhooks run --state`` resumes killed runs of an unchanged script."""
 
+import io
 import re
 import shutil
 from pathlib import Path
@@ -307,6 +308,37 @@ def clamped(rank: int, world: int, folder: str) -> list[float]:
 def test_a_checkpoint_of_clamped_parameters_finds_the_state_of_its_step(tmp_path: Path) -> None:
     for trained_, resumed in spawn(clamped, 2, str(tmp_path), timeout=120):
         assert trained_ == resumed != 0.0
+
+
+class Saving(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples that the data worker saves, as a cache does."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        sample = torch.ones(48)
+        torch.save(sample, io.BytesIO())
+        return sample
+
+
+def cached(rank: int, world: int, folder: str) -> list[str]:
+    """Train three epochs of one step. Return the marks."""
+    model = DistributedDataParallel(torch.nn.Linear(48, 48))
+    snapshots = StateFolder(Path(folder, "1-Linear"), HookKept(commhooks.attach(model, HOOK)), 1)
+    snapshots.resume()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        for sample in torch.utils.data.DataLoader(Saving(), num_workers=1, multiprocessing_context="fork"):
+            optimizer.zero_grad()
+            model(sample).square().mean().backward()
+            optimizer.step()
+    dist.barrier()
+    return [path.parent.name for path in Path(folder).glob("*/step-*/saved-*")]
+
+
+def test_what_a_data_worker_saves_is_no_checkpoint(tmp_path: Path) -> None:
+    assert spawn(cached, 2, str(tmp_path), timeout=120) == [[], []]
 
 
 def thawed(rank: int, world: int, folder: str) -> list[tuple[float, str]]:

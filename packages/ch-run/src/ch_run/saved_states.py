@@ -504,6 +504,7 @@ def _newest_common(exchange: StoreExchange, keys: list[Key]) -> Key | None:
 
 
 _on_save: "list[weakref.WeakMethod[Callable[[], None]]]" = []
+os.register_at_fork(after_in_child=_on_save.clear)  # what a data worker saves is no checkpoint
 _saving = threading.local()  # .own: a snapshot is being written by this thread
 
 
