@@ -310,6 +310,44 @@ def test_a_checkpoint_of_clamped_parameters_finds_the_state_of_its_step(tmp_path
         assert trained_ == resumed != 0.0
 
 
+def loaded_late(rank: int, world: int, folder: str) -> tuple[float, list[float]]:
+    """Train two steps and save. Then resume from it, after a dry run with a backward, and after a step. Return the residuals."""
+    found = []
+    for begins in (True, False):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(48, 48))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = commhooks.attach(model, HOOK, optimizer=optimizer)
+        snapshots = StateFolder(Path(folder, "1-Linear"), HookKept(handle), 1)
+        snapshots.resume()
+        for _ in range(1 + begins):
+            optimizer.zero_grad()
+            model(torch.randn(8, 48)).square().mean().backward()
+            if begins:
+                optimizer.step()
+        if begins and rank == 0:
+            torch.save(model.module.state_dict(), f"{folder}/weights")
+        dist.barrier()
+        if begins:
+            found.append(_residual(handle))
+            snapshots.end()
+    saved = torch.load(f"{folder}/weights", weights_only=True)
+    for _ in range(2):
+        model.module.load_state_dict(saved)
+        optimizer.zero_grad()
+        output = model(torch.randn(8, 48))
+        found.append(_residual(handle))
+        output.square().mean().backward()
+        optimizer.step()
+    return found[0], found[1:]
+
+
+def test_a_checkpoint_that_is_loaded_after_a_dry_run_finds_its_state(tmp_path: Path) -> None:
+    """After the first step the script goes on with the state that it has."""
+    for wanted, (resumed, kept) in spawn(loaded_late, 2, str(tmp_path), timeout=120):
+        assert wanted == resumed != kept
+
+
 class Saving(torch.utils.data.Dataset[torch.Tensor]):
     """Samples that the data worker saves, as a cache does."""
 
