@@ -348,6 +348,35 @@ def test_a_checkpoint_that_is_loaded_after_a_dry_run_finds_its_state(tmp_path: P
         assert wanted == resumed != kept
 
 
+def stepped_by_hand(rank: int, world: int, folder: str) -> None:
+    """Train without an optimizer of torch, and save. Then resume."""
+    for begins in (True, False):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(48, 48))
+        if not begins:
+            model.module.load_state_dict(torch.load(f"{folder}/weights", weights_only=True))
+        handle = commhooks.attach(model, "warmup(quant8, steps=3)")
+        snapshots = StateFolder(Path(folder, "1-Linear"), HookKept(handle), 1)
+        if not begins:
+            with pytest.raises(commhooks.StateError, match="those of none of them"):
+                snapshots.resume()
+            return
+        snapshots.resume()
+        for _ in range(3):
+            model(torch.randn(8, 48)).square().mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+        if rank == 0:
+            torch.save(model.module.state_dict(), f"{folder}/weights")
+        dist.barrier()
+
+
+def test_a_checkpoint_after_steps_that_nothing_has_counted_is_refused(tmp_path: Path) -> None:
+    """The hook would begin at its first step."""
+    spawn(stepped_by_hand, 2, str(tmp_path), timeout=120)
+
+
 class Saving(torch.utils.data.Dataset[torch.Tensor]):
     """Samples that the data worker saves, as a cache does."""
 

@@ -225,7 +225,7 @@ class StateFolder:
         self._current = folder  # of the newest snapshot, written or resumed
         self._ended_steps = 0.0
         self._due = False  # True from the Nth step until its snapshot
-        self._own = ""  # checksum of the parameters when `resume` looked
+        self._own = ""  # checksum of the parameters when `resume` looked last
         self._looks = True  # True until the first step, because the script may still load a checkpoint
         self._latest: list[Key] = []
         self._lineage: dict[str, int] = {}  # last step of each run that this one goes on from, itself included
@@ -390,7 +390,7 @@ class StateFolder:
 
     def look_again(self) -> None:
         """Resume the snapshot of parameters that the script has loaded after its first forward, which may have been a dry run."""
-        self._looks = self.kept.progress() <= self._ended_steps + 1  # a dry run may have a backward
+        self._looks = not self._trained()
         own = self.kept.fingerprint()
         if not self._looks or own == self._own:
             return
@@ -399,14 +399,25 @@ class StateFolder:
             self.resume()
             log.log(logging.WARNING if self.rank == 0 else logging.DEBUG, "--state: %s", self.resumed)
 
+    def _trained(self) -> bool:
+        """Return True if the model has trained since its last step, more than a dry run does."""
+        return self.kept.progress() > self._ended_steps + 1
+
     def script_saved(self) -> None:
         """Mark the snapshot of this step with the present parameters: the script saves a checkpoint."""
         if self._written == self.step:
             now = (self.step, [p._version for p in self.kept.params])  # this is called for each tensor that is saved
-            if self._marked != now:
-                self._marked = now
-                with suppress(OSError):  # the script's own save must not fail by this
-                    (self._current / f"saved-{self.kept.fingerprint()}").touch()
+            if self._marked == now:
+                return
+            self._marked, own = now, self.kept.fingerprint()
+            if not self.step and own != self._own and self._trained():
+                log.warning(
+                    "--state: the parameters have changed, and no torch.optim optimizer holds them, so no step was counted: this "
+                    "checkpoint cannot be resumed with --state. Attach in the script, and save handle.state_dict() there"
+                )
+                return
+            with suppress(OSError):  # the script's own save must not fail by this
+                (self._current / f"saved-{own}").touch()
         elif self._warned < 0:
             self._warned = self.step
             log.warning(
