@@ -303,6 +303,24 @@ def test_a_joined_rank_that_presumes_a_skipped_step_keeps_the_reference_of_its_p
     assert simulate(2, body) == [0.5, 0.5]
 
 
+def test_a_step_without_a_bucket_takes_the_reference_of_the_last_one() -> None:
+    """Rank 0 alone has looked at its state before."""
+
+    def body(rank: SimulatedRank) -> float:
+        engine = rank.engine(Plain())
+        engine.set_weighted()
+        assert engine.weighing is not None
+        weighed(engine, 16.0, 1.0)
+        weighed(engine, 1024.0, 1.0)
+        if rank.rank == 0:
+            commhooks.state_dict(engine.state)
+        engine.weighing.add(1024.0)
+        assert engine.finish(outside=RuntimeError("before the first bucket")) is not None
+        return weighed(engine, 1024.0, float(rank.rank))
+
+    assert simulate(2, body) == [0.5, 0.5]
+
+
 def test_the_reference_follows_weights_that_overflow() -> None:
     def body(rank: SimulatedRank) -> list[float]:
         reduction, every = commhooks.create("powersgd(rank=1, min_compression_rate=0.1)").reduction, []

@@ -1,5 +1,6 @@
 """``commhooks run --state`` resumes killed runs of an unchanged script."""
 
+import io
 import re
 import shutil
 from pathlib import Path
@@ -307,6 +308,104 @@ def clamped(rank: int, world: int, folder: str) -> list[float]:
 def test_a_checkpoint_of_clamped_parameters_finds_the_state_of_its_step(tmp_path: Path) -> None:
     for trained_, resumed in spawn(clamped, 2, str(tmp_path), timeout=120):
         assert trained_ == resumed != 0.0
+
+
+def loaded_late(rank: int, world: int, folder: str) -> tuple[float, list[float]]:
+    """Train two steps and save. Then resume from it, after a dry run with a backward, and after a step. Return the residuals."""
+    found = []
+    for begins in (True, False):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(48, 48))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = commhooks.attach(model, HOOK, optimizer=optimizer)
+        snapshots = StateFolder(Path(folder, "1-Linear"), HookKept(handle), 1)
+        snapshots.resume()
+        for _ in range(1 + begins):
+            optimizer.zero_grad()
+            model(torch.randn(8, 48)).square().mean().backward()
+            if begins:
+                optimizer.step()
+        if begins and rank == 0:
+            torch.save(model.module.state_dict(), f"{folder}/weights")
+        dist.barrier()
+        if begins:
+            found.append(_residual(handle))
+            snapshots.end()
+    saved = torch.load(f"{folder}/weights", weights_only=True)
+    for _ in range(2):
+        model.module.load_state_dict(saved)
+        optimizer.zero_grad()
+        output = model(torch.randn(8, 48))
+        found.append(_residual(handle))
+        output.square().mean().backward()
+        optimizer.step()
+    return found[0], found[1:]
+
+
+def test_a_checkpoint_that_is_loaded_after_a_dry_run_finds_its_state(tmp_path: Path) -> None:
+    """After the first step the script goes on with the state that it has."""
+    for wanted, (resumed, kept) in spawn(loaded_late, 2, str(tmp_path), timeout=120):
+        assert wanted == resumed != kept
+
+
+def stepped_by_hand(rank: int, world: int, folder: str) -> None:
+    """Train without an optimizer of torch, and save. Then resume."""
+    for begins in (True, False):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(48, 48))
+        if not begins:
+            model.module.load_state_dict(torch.load(f"{folder}/weights", weights_only=True))
+        handle = commhooks.attach(model, "warmup(quant8, steps=3)")
+        snapshots = StateFolder(Path(folder, "1-Linear"), HookKept(handle), 1)
+        if not begins:
+            with pytest.raises(commhooks.StateError, match="those of none of them"):
+                snapshots.resume()
+            return
+        snapshots.resume()
+        for _ in range(3):
+            model(torch.randn(8, 48)).square().mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+        if rank == 0:
+            torch.save(model.module.state_dict(), f"{folder}/weights")
+        dist.barrier()
+
+
+def test_a_checkpoint_after_steps_that_nothing_has_counted_is_refused(tmp_path: Path) -> None:
+    """The hook would begin at its first step."""
+    spawn(stepped_by_hand, 2, str(tmp_path), timeout=120)
+
+
+class Saving(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples that the data worker saves, as a cache does."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        sample = torch.ones(48)
+        torch.save(sample, io.BytesIO())
+        return sample
+
+
+def cached(rank: int, world: int, folder: str) -> list[str]:
+    """Train three epochs of one step. Return the marks."""
+    model = DistributedDataParallel(torch.nn.Linear(48, 48))
+    snapshots = StateFolder(Path(folder, "1-Linear"), HookKept(commhooks.attach(model, HOOK)), 1)
+    snapshots.resume()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        for sample in torch.utils.data.DataLoader(Saving(), num_workers=1, multiprocessing_context="fork"):
+            optimizer.zero_grad()
+            model(sample).square().mean().backward()
+            optimizer.step()
+    dist.barrier()
+    return [path.parent.name for path in Path(folder).glob("*/step-*/saved-*")]
+
+
+def test_what_a_data_worker_saves_is_no_checkpoint(tmp_path: Path) -> None:
+    assert spawn(cached, 2, str(tmp_path), timeout=120) == [[], []]
 
 
 def thawed(rank: int, world: int, folder: str) -> list[tuple[float, str]]:

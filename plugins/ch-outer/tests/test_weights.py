@@ -64,6 +64,28 @@ def test_a_round_weighs_the_sum_of_its_inner_steps() -> None:
         torch.testing.assert_close(found, (8.0 * a + 100.0 * b) / 108.0, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_thawed_parameters_weigh_all_inner_steps_up_to_their_first_exchange(overlap: int) -> None:
+    """They are exchanged when the round lands, which is after the steps of its overlap."""
+
+    def body(rank: SimulatedRank) -> list[float]:
+        model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in "ab"})
+        model["b"].requires_grad_(False)
+        optimizer = outer(model, rank, every=4, overlap=overlap)
+        for step in range(4 + overlap):
+            model["b"].requires_grad_(step > 0)
+            for param in model.values():
+                param.grad = torch.full_like(param, -10.0 * rank.rank) if param.requires_grad else None
+            optimizer.weigh(100.0 if rank.rank and step >= 4 else 1.0)
+            optimizer.step()
+        found: list[float] = model["b"].tolist()
+        return found
+
+    mine, theirs = 4.0 + overlap, 4.0 + 100.0 * overlap
+    moved = 3.0 + overlap
+    assert simulate(2, body) == [pytest.approx([moved * theirs / (mine + theirs)] * 2, rel=1e-6)] * 2
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"every": 4, "fragments": 2, "overlap": 1, "exchange": "quant8(error_feedback=True)"}]
 )

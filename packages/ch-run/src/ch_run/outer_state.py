@@ -3,6 +3,7 @@
 All ranks hold one model then, which is in the script's checkpoint. The states of the optimizers differ between ranks.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ class OuterKept(Kept):
                 "on each rank in the script"
             )
         self._outer, self._optims, self._model = outer, list(optims), list(model.parameters())
+        self._module = weakref.ref(model)
         sharded = any(hasattr(param, "to_local") for param in self._model)  # all ranks write then
         stepped = [p for one in optims[-1].param_groups for p in one["params"]]
         super().__init__(expr, stepped, None if sharded else group)
@@ -61,6 +63,9 @@ class OuterKept(Kept):
     def progress(self) -> float:
         """Return the number of inner steps. A backward changes nothing that this state holds."""
         return float(self._outer.count)
+
+    def model(self) -> torch.nn.Module | None:
+        return self._module()
 
     def state_dict(self) -> dict[str, Any]:
         return {"outer": {**self._outer.state_dict(), "inner": {}}, "inner": [_rows(one) for one in self._optims]}

@@ -16,6 +16,7 @@ the script saved something. Other runs may go on from the same folder, so their 
 """
 
 import functools
+import logging
 import os
 import re
 import secrets
@@ -134,6 +135,10 @@ class Kept(ABC):
         """Return a number that grows when a step has begun since the last one ended."""
         return 0.0
 
+    def model(self) -> torch.nn.Module | None:
+        """Return the model whose forwards begin steps; None if nothing is loaded."""
+        return None
+
     def state_dict(self) -> dict[str, Any] | None:
         """Return this rank's state, on all ranks; None if one process trains alone, without the hook."""
         return None
@@ -169,6 +174,9 @@ class HookKept(Kept):
     def progress(self) -> float:
         """Return the number of backwards that the engine has finished."""
         return self.handle.stats().get("steps", 0.0)
+
+    def model(self) -> torch.nn.Module | None:
+        return self.handle.model()
 
     def state_dict(self) -> dict[str, Any]:
         return self.handle.state_dict()
@@ -217,6 +225,8 @@ class StateFolder:
         self._current = folder  # of the newest snapshot, written or resumed
         self._ended_steps = 0.0
         self._due = False  # True from the Nth step until its snapshot
+        self._own = ""  # checksum of the parameters when `resume` looked last
+        self._looks = True  # True until the first step, because the script may still load a checkpoint
         self._latest: list[Key] = []
         self._lineage: dict[str, int] = {}  # last step of each run that this one goes on from, itself included
         self._abandoned: set[Key] = set()
@@ -231,7 +241,7 @@ class StateFolder:
         Raises:
             StateError: on all ranks, if there are snapshots but none has these parameters. No file has changed.
         """
-        own = self.kept.fingerprint()
+        self._own = own = self.kept.fingerprint()
         exchange = StoreExchange(self.group, group_timeout(self.group))
         self.run = _agree_on_run(exchange)
         self._see_one_folder(exchange)
@@ -347,6 +357,8 @@ class StateFolder:
     # -- after steps
 
     def _watch(self) -> None:
+        if self._stops:
+            return
         this = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -354,7 +366,15 @@ class StateFolder:
             if folder is not None:
                 folder.after_step(optimizer)
 
+        def forward(*_: object) -> None:
+            folder = None if torch.compiler.is_compiling() else this()
+            if folder is not None and folder._looks and torch.is_grad_enabled():
+                folder.look_again()
+
         self._stops.append(register_optimizer_step_post_hook(torch.compiler.disable(after_step)).remove)
+        model = self.kept.model()
+        if model is not None:
+            self._stops.append(model.register_forward_pre_hook(forward, prepend=True).remove)
         watch_saves(self.script_saved)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -362,20 +382,42 @@ class StateFolder:
         if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
             return
         self.step += 1
-        self._ended_steps = self.kept.progress()
+        self._looks, self._ended_steps = False, self.kept.progress()
         self._due |= self.step % self.every == 0
         if self._due and self.kept.whole():
             self._due = False
             self.write()
 
+    def look_again(self) -> None:
+        """Resume the snapshot of parameters that the script has loaded after its first forward, which may have been a dry run."""
+        self._looks = not self._trained()
+        own = self.kept.fingerprint()
+        if not self._looks or own == self._own:
+            return
+        self._own = own
+        if any(one.whole and one.step and self._fits(one, own) for one in self.listed()):
+            self.resume()
+            log.log(logging.WARNING if self.rank == 0 else logging.DEBUG, "--state: %s", self.resumed)
+
+    def _trained(self) -> bool:
+        """Return True if the model has trained since its last step, more than a dry run does."""
+        return self.kept.progress() > self._ended_steps + 1
+
     def script_saved(self) -> None:
         """Mark the snapshot of this step with the present parameters: the script saves a checkpoint."""
         if self._written == self.step:
             now = (self.step, [p._version for p in self.kept.params])  # this is called for each tensor that is saved
-            if self._marked != now:
-                self._marked = now
-                with suppress(OSError):  # the script's own save must not fail by this
-                    (self._current / f"saved-{self.kept.fingerprint()}").touch()
+            if self._marked == now:
+                return
+            self._marked, own = now, self.kept.fingerprint()
+            if not self.step and own != self._own and self._trained():
+                log.warning(
+                    "--state: the parameters have changed, and no torch.optim optimizer holds them, so no step was counted: this "
+                    "checkpoint cannot be resumed with --state. Attach in the script, and save handle.state_dict() there"
+                )
+                return
+            with suppress(OSError):  # the script's own save must not fail by this
+                (self._current / f"saved-{own}").touch()
         elif self._warned < 0:
             self._warned = self.step
             log.warning(
@@ -504,6 +546,7 @@ def _newest_common(exchange: StoreExchange, keys: list[Key]) -> Key | None:
 
 
 _on_save: "list[weakref.WeakMethod[Callable[[], None]]]" = []
+os.register_at_fork(after_in_child=_on_save.clear)  # what a data worker saves is no checkpoint
 _saving = threading.local()  # .own: a snapshot is being written by this thread
 
 

@@ -111,6 +111,10 @@ class Fragment:
         """Add to this rank's weight in the next round."""
         self._moves.add(n)
 
+    def weights(self) -> list[float | torch.Tensor]:
+        """Return the weights of the last exchange and of the inner steps since its start, if rounds are weighted."""
+        return [weight for weight in (self.sent_weight, self._moves.weight) if weight is not None]
+
     def begin(self, count: int, error: Exception | None = None) -> None:
         """Start the exchange of the pseudo-gradient.
 

@@ -120,8 +120,7 @@ class SharedModel:
         self.params.update({name: self._frozen.pop(name) for name in starts})
         self.outer.param_groups[0]["params"] += starts.values()
         self.fragments.append(self._fragment(starts, {}))
-        weight = self.fragments[-2].sent_weight  # the thawed parameters have moved since the round before
-        if weight is not None:
+        for weight in self.fragments[-2].weights():  # the thawed parameters have moved since the round before
             self.fragments[-1].weigh(weight)
         return len(self.fragments) - 1
 

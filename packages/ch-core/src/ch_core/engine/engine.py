@@ -243,10 +243,10 @@ class Engine:
         if not self.in_step:  # no bucket arrived, but there is an error to send. Reports still read the buckets before
             before = step.outcome.weights
             step.outcome = self._new_outcome(late=step.outcome.take_error())
-            self._weigh(step.outcome, self.messenger.device, early=before is not None and before.early)
             step.participating = self.participating
-            # This step has no draft, and would roll back that of the last one.
+            # This step has no draft, and would roll back that of the last one. The reference also follows the last one.
             self._local(self.resolve_before_next_step)
+            self._weigh(step.outcome, self.messenger.device, early=before is not None and before.early)
         if outside is not None:
             step.outcome.fail(outside, ENCODE)
         in_drain = self._may_send_status_in_drain()
