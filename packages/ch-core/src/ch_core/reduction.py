@@ -713,7 +713,7 @@ class Reduction(ABC):
         return [
             f"{self.name} gathers every rank's message, so its volume grows with the number of ranks: over {world_size} it "
             f"is {times:.2g} times that of bf16_compress, which it passes from {first} ranks on. Send less, or use a hook "
-            "whose volume does not grow, such as quant8 or powersgd"
+            "whose volume does not grow, such as powersgd"
         ]
 
     def plan(self, layout: BucketLayout, ctx: StepContext) -> tuple[StagePlan, ...]:
