@@ -59,6 +59,7 @@ def rounds(alone: float, exchange: float, hook: str, step: float) -> Rounds | No
         (True, True)
     """
     every = math.ceil(exchange * (1 - SHARE) / (SHARE * alone) - 1e-9)
+    every += -every % 10 ** max(0, len(str(every)) - 2)  # two digits, because the times are not known better
     if every < 2:
         return None
     name = "local_sgd" if every <= SHORT else "diloco"
