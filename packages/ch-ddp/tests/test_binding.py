@@ -130,6 +130,22 @@ def test_detach_ends_the_watch_of_the_optimizer(alone: None) -> None:
     assert alive is not None
 
 
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_gradients_that_wait_at_detach_count_unless_they_are_gone(alone: None, zeroed: bool) -> None:
+    """Otherwise a handle that is attached again would send the residual of this step once more."""
+    model = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = commhooks.attach(model, "powersgd(rank=4)", optimizer=optimizer, single_process=True)
+    trained(model, optimizer)
+    for _ in range(2):
+        model(torch.ones(1, 64)).sum().backward()
+    if zeroed:
+        optimizer.zero_grad()
+    handle.detach()
+    assert handle.hook_state is not None
+    assert handle.hook_state.step == (3 if zeroed else 5)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_dropped_model_is_freed_without_a_garbage_collection(alone: None, way: str) -> None:
     WAYS[way]()  # what torch imports and caches here is not of this model

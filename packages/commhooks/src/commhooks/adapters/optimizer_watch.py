@@ -109,11 +109,6 @@ class OptimizerWatch:
             if (error := refusal(optimizer)) is not None:
                 raise error
 
-    def close(self) -> None:
-        """Remove all hooks from optimizers, parameters and modules."""
-        self._steps.close()
-        remove_hooks(self._hooks)
-
     # -- StepJudge
 
     def begin_period(self) -> None:
@@ -156,6 +151,17 @@ class OptimizerWatch:
     def set_clock(self, clock: int) -> None:
         """See :meth:`.StepJudge.set_clock`."""
         self._steps.set_clock(clock)
+
+    # -- the end
+
+    def close(self) -> None:
+        """Remove all hooks from optimizers, parameters and modules.
+
+        Gradients that wait count as used, because nothing sees from now on if an optimizer uses them.
+        """
+        self._steps.close()
+        remove_hooks(self._hooks)
+        self._answer = self.used() is not False
 
     # -- events from torch
 
