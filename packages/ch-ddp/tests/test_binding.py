@@ -1,6 +1,8 @@
 """A handle on a DDP model: its life time, frozen and replaced parameters, and parameters of two dtypes."""
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -144,6 +146,15 @@ def test_gradients_that_wait_at_detach_count_unless_they_are_gone(alone: None, z
     handle.detach()
     assert handle.hook_state is not None
     assert handle.hook_state.step == (3 if zeroed else 5)
+
+
+def test_a_module_with_a_hook_is_pickled_and_copied(alone: None) -> None:
+    model, scaler = wrapped(), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    commhooks.attach(model, "powersgd(rank=4)", optimizer=optimizer, scaler=scaler, single_process=True)
+    scaler.scale(model(torch.ones(1, 64)).sum()).backward()
+    for twin in (pickle.loads(pickle.dumps(model.module)), copy.deepcopy(model.module)):
+        assert torch.equal(twin(torch.ones(1, 64)), model.module(torch.ones(1, 64)))
 
 
 @pytest.mark.parametrize("way", WAYS)

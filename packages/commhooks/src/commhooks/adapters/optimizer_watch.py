@@ -100,7 +100,7 @@ class OptimizerWatch:
 
     def prefetch_scale_at_forward(self, module: torch.nn.Module) -> None:
         """Copy the loss scale to the host whenever the module's forward begins."""
-        self._hooks.append(module.register_forward_pre_hook(_prefetch_hook(self._loss_scale)))
+        self._hooks.append(module.register_forward_pre_hook(_Prefetch(self._loss_scale)))
 
     def refuse(self, refusal: Callable[[torch.optim.Optimizer], BaseException | None]) -> None:
         """Raise the error that a function returns for an optimizer of the model, here or before the optimizer's first step."""
@@ -294,8 +294,19 @@ def _cannot_examine(error: Exception) -> CommHooksError:
     return doubt
 
 
-def _prefetch_hook(loss_scale: LossScale) -> Any:
-    return torch.compiler.disable(lambda *_: loss_scale.prefetch())
+class _Prefetch:
+    """Hook of a module's forward. In a copied or pickled module it does nothing."""
+
+    def __init__(self, loss_scale: LossScale | None = None) -> None:
+        self._loss_scale = loss_scale
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *_: object) -> None:
+        if self._loss_scale is not None:
+            self._loss_scale.prefetch()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_Prefetch, ())
 
 
 def _gradient_hook(seen: list[int | None], this: "weakref.ref[OptimizerWatch]") -> Callable[[torch.Tensor], None]:
