@@ -148,6 +148,25 @@ def test_gradients_that_wait_at_detach_count_unless_they_are_gone(alone: None, z
     assert handle.hook_state.step == (3 if zeroed else 5)
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_a_backward_that_raises_after_the_last_bucket_does_not_count(alone: None, view: bool) -> None:
+    """DDP writes the averages at the end of the backward."""
+
+    def stop(_: torch.Tensor) -> None:
+        raise ArithmeticError("in the graph of the input")
+
+    model = wrapped(gradient_as_bucket_view=view)
+    handle = commhooks.attach(model, "powersgd(rank=4)", single_process=True)
+    trained(model)
+    x = torch.ones(1, 64, requires_grad=True) * 1
+    x.register_hook(stop)
+    with pytest.raises(ArithmeticError):
+        model(x).sum().backward()
+    handle.detach()
+    assert handle.hook_state is not None
+    assert handle.hook_state.step == 3
+
+
 def test_a_module_with_a_hook_is_pickled_and_copied(alone: None) -> None:
     model, scaler = wrapped(), torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

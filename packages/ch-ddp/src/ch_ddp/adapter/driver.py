@@ -232,7 +232,9 @@ class DDPDriver:
 
     def _interrupt(self) -> None:
         """Drop the step of a backward that an exception ends, before the user writes to gradients again."""
-        if self.limits.leave() and self.engine.in_step:
+        if not self.limits.leave():
+            self.engine.rollback()  # the last bucket has ended the step, but DDP does not write its averages
+        elif self.engine.in_step:
             self.engine.abandon()
 
     def _close_step(self) -> None:
