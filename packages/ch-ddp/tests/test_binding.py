@@ -167,6 +167,18 @@ def test_a_backward_that_raises_after_the_last_bucket_does_not_count(alone: None
     assert handle.hook_state.step == 3
 
 
+@pytest.mark.timeout(30)
+def test_a_hook_is_not_detached_between_two_buckets(alone: None) -> None:
+    model = wrapped(bucket_cap_mb=0.001)
+    handle = commhooks.attach(model, "powersgd(rank=4)", single_process=True)
+    trained(model)
+    early = model.module[0].weight.register_hook(lambda _: handle.detach())
+    with pytest.raises(AttachError, match="after the backward"):
+        model(torch.ones(1, 64)).sum().backward()
+    early.remove()
+    handle.detach()
+
+
 def test_a_module_with_a_hook_is_pickled_and_copied(alone: None) -> None:
     model, scaler = wrapped(), torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
