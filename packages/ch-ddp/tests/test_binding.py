@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -132,20 +133,20 @@ def test_detach_ends_the_watch_of_the_optimizer(alone: None) -> None:
     assert alive is not None
 
 
-@pytest.mark.parametrize("zeroed", [False, True])
-def test_gradients_that_wait_at_detach_count_unless_they_are_gone(alone: None, zeroed: bool) -> None:
+@pytest.mark.parametrize(("gradients", "steps"), [("wait", 5), ("are gone", 3), ("are infinite", 3)])
+def test_gradients_that_wait_at_detach_count_if_they_are_finite(alone: None, gradients: str, steps: int) -> None:
     """Otherwise a handle that is attached again would send the residual of this step once more."""
     model = wrapped()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     handle = commhooks.attach(model, "powersgd(rank=4)", optimizer=optimizer, single_process=True)
     trained(model, optimizer)
-    for _ in range(2):
-        model(torch.ones(1, 64)).sum().backward()
-    if zeroed:
+    for factor in (1.0, math.inf if gradients == "are infinite" else 1.0):
+        (model(torch.ones(1, 64)).sum() * factor).backward()
+    if gradients == "are gone":
         optimizer.zero_grad()
     handle.detach()
     assert handle.hook_state is not None
-    assert handle.hook_state.step == (3 if zeroed else 5)
+    assert handle.hook_state.step == steps
 
 
 @pytest.mark.parametrize("view", [False, True])

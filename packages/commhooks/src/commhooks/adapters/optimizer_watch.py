@@ -43,7 +43,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ch_core import CommHooksError, Engine, HookConfigError, StateError, is_asynchronous
 from commhooks.adapters.backward import NO_BACKWARD, backward_id
-from commhooks.adapters.change_detection import ParameterSnapshot, any_nonzero_gradient
+from commhooks.adapters.change_detection import ParameterSnapshot, any_nonzero_gradient, finite_gradients
 from commhooks.adapters.loss_scale import LossScale
 from commhooks.adapters.model_optimizers import ModelOptimizers, Params
 from commhooks.adapters.optimizer_steps import OptimizerSteps, remove_hooks, weak_call
@@ -157,11 +157,13 @@ class OptimizerWatch:
     def close(self) -> None:
         """Remove all hooks from optimizers, parameters and modules.
 
-        Gradients that wait count as used, because nothing sees from now on if an optimizer uses them.
+        Gradients that wait count as used, because nothing sees from now on if an optimizer uses them. A ``GradScaler`` has
+        skipped, or will skip, gradients that are not finite.
         """
         self._steps.close()
         remove_hooks(self._hooks)
-        self._answer = self.used() is not False
+        if self.used() is None:
+            self._answer = finite_gradients(self._with_gradient)
 
     # -- events from torch
 
