@@ -1,5 +1,7 @@
 """A schedule hands a residual from one hook to the next without loss, for every memory format of the parameter."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -161,3 +163,26 @@ def test_a_cast_keeps_the_loss_scale_of_a_residual() -> None:
     after = state.read("a.weight", "residual")
     assert after.dtype == torch.float32
     torch.testing.assert_close(after.double(), before, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_residual_of_scaled_gradients_goes_on_without_a_scale(pickled: bool) -> None:
+    """The script drops its `GradScaler`, for example because it goes on in bf16."""
+    states: list[commhooks.HookState] = [commhooks.HookState()]
+    true, applied = torch.zeros(40, 32), torch.zeros(40, 32)
+    for scale in (1024.0, None):
+        handle = commhooks.create("powersgd(rank=1)")
+        handle.state = states[-1]
+        ranks = SimulatedRanks(lambda handle=handle: handle, 1, LIKE)
+        ranks.engines[0].set_loss_scale(None if scale is None else lambda scale=scale: scale)
+        for step in range(2):
+            (given,) = all_ranks(LIKE, 1, step)
+            reduced = ranks.step([{name: one * (scale or 1.0) for name, one in given.items()}])
+            assert not any(reduced.errors)
+            true += given["a.weight"]
+            applied += reduced.gradients[0]["a.weight"] / (scale or 1.0)
+        ranks.resolve_step()
+        handle.detach()
+        states.append(pickle.loads(pickle.dumps(handle.state)) if pickled else handle.state)
+    owed = next(one for name, field, one in states[-1].entries() if (name, field) == ("a.weight", "residual"))
+    torch.testing.assert_close(applied + owed.view(40, 32), true, rtol=1e-4, atol=1e-4)

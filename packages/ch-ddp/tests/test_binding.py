@@ -1,6 +1,9 @@
 """A handle on a DDP model: its life time, frozen and replaced parameters, and parameters of two dtypes."""
 
+import copy
 import gc
+import math
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -128,6 +131,62 @@ def test_detach_ends_the_watch_of_the_optimizer(alone: None) -> None:
     handle.detach()
     assert watching() == before
     assert alive is not None
+
+
+@pytest.mark.parametrize(("gradients", "steps"), [("wait", 5), ("are gone", 3), ("are infinite", 3)])
+def test_gradients_that_wait_at_detach_count_if_they_are_finite(alone: None, gradients: str, steps: int) -> None:
+    """Otherwise a handle that is attached again would send the residual of this step once more."""
+    model = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = commhooks.attach(model, "powersgd(rank=4)", optimizer=optimizer, single_process=True)
+    trained(model, optimizer)
+    for factor in (1.0, math.inf if gradients == "are infinite" else 1.0):
+        (model(torch.ones(1, 64)).sum() * factor).backward()
+    if gradients == "are gone":
+        optimizer.zero_grad()
+    handle.detach()
+    assert handle.hook_state is not None
+    assert handle.hook_state.step == steps
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_backward_that_raises_after_the_last_bucket_does_not_count(alone: None, view: bool) -> None:
+    """DDP writes the averages at the end of the backward."""
+
+    def stop(_: torch.Tensor) -> None:
+        raise ArithmeticError("in the graph of the input")
+
+    model = wrapped(gradient_as_bucket_view=view)
+    handle = commhooks.attach(model, "powersgd(rank=4)", single_process=True)
+    trained(model)
+    x = torch.ones(1, 64, requires_grad=True) * 1
+    x.register_hook(stop)
+    with pytest.raises(ArithmeticError):
+        model(x).sum().backward()
+    handle.detach()
+    assert handle.hook_state is not None
+    assert handle.hook_state.step == 3
+
+
+@pytest.mark.timeout(30)
+def test_a_hook_is_not_detached_between_two_buckets(alone: None) -> None:
+    model = wrapped(bucket_cap_mb=0.001)
+    handle = commhooks.attach(model, "powersgd(rank=4)", single_process=True)
+    trained(model)
+    early = model.module[0].weight.register_hook(lambda _: handle.detach())
+    with pytest.raises(AttachError, match="after the backward"):
+        model(torch.ones(1, 64)).sum().backward()
+    early.remove()
+    handle.detach()
+
+
+def test_a_module_with_a_hook_is_pickled_and_copied(alone: None) -> None:
+    model, scaler = wrapped(), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    commhooks.attach(model, "powersgd(rank=4)", optimizer=optimizer, scaler=scaler, single_process=True)
+    scaler.scale(model(torch.ones(1, 64)).sum()).backward()
+    for twin in (pickle.loads(pickle.dumps(model.module)), copy.deepcopy(model.module)):
+        assert torch.equal(twin(torch.ones(1, 64)), model.module(torch.ones(1, 64)))
 
 
 @pytest.mark.parametrize("way", WAYS)

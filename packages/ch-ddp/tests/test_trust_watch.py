@@ -61,6 +61,10 @@ def watched(rank: int, world: int) -> dict[str, str]:
     found["forward in no_sync, backward outside"] = raised(loss.backward)
     both(model(x)).backward()
     found["regulariser"] = raised(lambda: sum(p.pow(2).sum() for p in model.parameters()).backward())  # type: ignore
+    loss = both(model(x))
+    with model.no_sync():
+        found["forward outside of no_sync, backward in it"] = raised(loss.backward)
+    found["regulariser after it"] = raised(lambda: sum(p.pow(2).sum() for p in model.parameters()).backward())  # type: ignore
     with model.no_sync():
         found["create_graph in no_sync"] = raised(lambda: both(model(x)).backward(create_graph=True))
     model.zero_grad()

@@ -325,6 +325,25 @@ def test_parameters_that_no_optimizer_holds_are_not_waited_for() -> None:
     assert run.answers == [False]
 
 
+def test_parameters_of_an_optimizer_that_is_gone_are_not_waited_for() -> None:
+    """A script trains one layer after the other, each with its own optimizer."""
+    run = Watched(given=False)
+    first, second = run.model
+    optimizers = [torch.optim.SGD([layer.weight], lr=0.1) for layer in (first, second)]
+    run.backward()
+    optimizers[0].step()
+    run.model.zero_grad()
+    run.backward()  # both optimizers are alive, and only the first has stepped
+    del optimizers[0]
+    gc.collect()
+    optimizers[0].step()
+    run.model.zero_grad()
+    first.requires_grad_(False)
+    run.backward()
+    run.model.zero_grad()
+    assert run.watch.used() is False
+
+
 def test_master_copies_that_take_the_gradients_over_before_the_step_use_them() -> None:
     run = Watched()
     masters = [p.detach().clone() for p in run.model.parameters()]

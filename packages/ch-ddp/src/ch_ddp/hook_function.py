@@ -64,7 +64,7 @@ class BareHook:
         params = bucket.parameters()
         if isinstance(state, HookState):
             driver: DDPDriver | None = state.drivers.get(self)  # it lives as long as the state
-            if driver is None:
+            if driver is None or not driver.uses_group(getattr(state, "process_group", None)):
                 driver = state.drivers[self] = self._new(state, params[0])
             return driver
         found: DDPDriver | None = self._of_param.get(params[0])

@@ -431,7 +431,11 @@ class CommHook:
             engine.rollback()
 
     def detach(self) -> None:
-        """Replace the hook by plain averaging. The model can be attached to again."""
+        """Replace the hook by plain averaging. The model can be attached to again.
+
+        Raises:
+            AttachError: a backward is being averaged.
+        """
         if self._binding is None:
             return
         self._last = self._binding.stats()

@@ -116,7 +116,7 @@ class Engine:
         self.commits.judge = judge
 
     def set_loss_scale(self, read: Callable[[], float] | None) -> None:
-        """Call this function at the first bucket of each step for the loss scale of its gradients."""
+        """Call this function at the first bucket of each step for the loss scale of its gradients. ``None`` is a scale of 1."""
         self._loss_scale = read
 
     def set_dropped(self, read: Callable[[], Collection[str]]) -> None:
@@ -385,9 +385,9 @@ class Engine:
         self.step = Step(outcome, self.participating, self.messenger, self.step.keep)
         if doubt is not None:
             outcome.fail(doubt, ENCODE)
-        scale = self._loss_scale
-        if scale is not None and stateful:
-            self._local(lambda: self.state.versions.rescale(scale()))
+        if stateful:  # also without a scale, because the engine before may have had one
+            scale = self._loss_scale
+            self._local(lambda: self.state.versions.rescale(1.0 if scale is None else scale()))
         self._local(partial(self.state.versions.move_to, device))
         self._weigh(outcome, device, early=early or self._on_reduced is not None)
         if self.sampler.recordings:  # the status of the last step has been read, so its sample is complete

@@ -17,7 +17,18 @@ from ch_ddp.adapter.foreign_driver import ForeignDriver
 from ch_ddp.adapter.layout import averaged_params, held_params, model_layouts, skips_after
 from ch_ddp.adapter.slot import Slot, SlotDriver, acquire_slot
 from ch_ddp.adapter.unsynced_backward import UnsyncedBackwardWatch
-from commhooks import AttachError, AttachOptions, Binding, Bucket, BucketLayout, CommHook, plain_engine, watch_optimizer
+from commhooks import (
+    NO_BACKWARD,
+    AttachError,
+    AttachOptions,
+    Binding,
+    Bucket,
+    BucketLayout,
+    CommHook,
+    backward_id,
+    plain_engine,
+    watch_optimizer,
+)
 
 Driver = DDPDriver | ForeignDriver
 
@@ -62,6 +73,8 @@ class SlotBinding(Binding):
         return self.driver.calls
 
     def detach(self) -> None:
+        if self.driver.limits.open and backward_id() != NO_BACKWARD:  # DDP would wait for ever for the first buckets
+            raise AttachError(f"{self._slot.expr} is averaging this backward. Call detach() after the backward")
         self._slot.driver, self._slot.expr = self.plain(), None
         self.driver.close()
 

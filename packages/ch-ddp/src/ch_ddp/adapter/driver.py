@@ -63,7 +63,7 @@ class DDPDriver:
         self.limits = StepLimits(may_miss_last=may_miss_last, skips_after=skips_after)
         self._names: Mapping[int, str] = names if names is not None else {}
         self._by_position = names is None
-        self._layouts: dict[tuple[int, ...], BucketLayout] = {}
+        self._layouts: dict[tuple[object, ...], BucketLayout] = {}
         self._buckets: dict[int, Bucket] = {}  # by index, reused from step to step
         self._renames = engine.state.identity.renames
         self._count = 0  # buckets of the current step so far
@@ -79,6 +79,7 @@ class DDPDriver:
         self._arrivals: Arrivals | None = None  # None if ``.grad is None`` tells if a parameter is used
         self._has_local_state = "local" in engine.reduction.fields.values()
         self._model_unknown = self._has_local_state  # then the first bucket searches for the model
+        self._models: list[weakref.ref[DistributedDataParallel]] = []  # that have the parameters; empty if unknown
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._places: list[int] = []  # id of each parameter in the order of DDP's own list, once it is needed
         self._absent: dict[str, tuple[int, bool]] = {}  # of this step: id of the parameter, and if it had a gradient
@@ -99,17 +100,26 @@ class DDPDriver:
     def _watch(
         self, models: Sequence[DistributedDataParallel], arrivals: Arrivals | None = None, *, whole: bool
     ) -> None:
-        self._model_unknown = False
+        self._model_unknown, self._models = False, [weakref.ref(model) for model in models]
         for model in models:
             if model.find_unused_parameters and not model.static_graph:
                 # A static graph uses a parameter in every step or in none, so ``.grad is None`` suffices there.
                 if arrivals is None:
-                    arrivals = Arrivals(whole=whole)
+                    arrivals = self._arrivals or Arrivals(whole=whole)
                     arrivals.watch(p for _, p in held_params(model))
                 self._arrivals = arrivals
                 break
         ends = [model for model in models if model.find_unused_parameters or model.static_graph]
         self._model = weakref.ref(ends[0]) if ends else None
+
+    def _forget_model(self) -> None:
+        """Forget a DDP model that is gone, because its parameters, or those of a new model, are wrapped again."""
+        self._models, self._places, self._model_unknown = [], [], True
+        self._layouts.clear()
+        identity = self.engine.state.identity
+        if len(identity.names()) < len(identity.params):  # parameters are gone too, and new ones may have their ids
+            self._names = {}
+            self.close()
 
     def _read_dropped(self) -> None:
         """Note the parameters whose average DDP has just dropped, because no rank used them.
@@ -222,7 +232,9 @@ class DDPDriver:
 
     def _interrupt(self) -> None:
         """Drop the step of a backward that an exception ends, before the user writes to gradients again."""
-        if self.limits.leave() and self.engine.in_step:
+        if not self.limits.leave():
+            self.engine.rollback()  # the last bucket has ended the step, but DDP does not write its averages
+        elif self.engine.in_step:
             self.engine.abandon()
 
     def _close_step(self) -> None:
@@ -268,10 +280,12 @@ class DDPDriver:
             self._layouts.clear()
         # Under DDP.join a rank without input calls the hook outside of any backward.
         self.engine.set_participating(backward_id() != NO_BACKWARD)
+        if self._models and all(model() is None for model in self._models):
+            self._forget_model()
 
     def _bucket(self, grad_bucket: GradBucket, buffer: torch.Tensor) -> Bucket:
         params = grad_bucket.parameters()
-        key = (buffer.numel(), *map(id, params))
+        key = (buffer.dtype, buffer.device, buffer.numel(), *map(id, params))
         layout = self._layouts.get(key)
         if layout is None:
             if self._by_position and not all(id(p) in self._names for p in params):

@@ -89,6 +89,8 @@ class UnsyncedBackwardWatch:
     def averaged(self) -> None:
         """Count a backward whose last bucket has arrived. DDP has not written the averages yet."""
         self._step += 1
+        if not self._synchronises():  # the backward is under no_sync(), and its forward was not
+            self._due = False
         if self._arrived:
             self._due = self._arrived = False
             used = [p for p in self._params if p.grad is None and self.arrivals.has(p)]

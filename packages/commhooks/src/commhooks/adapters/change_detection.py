@@ -58,6 +58,12 @@ def any_nonzero_gradient(params: list[torch.Tensor]) -> bool:
     return any(bool(_dense_part(p.grad).any()) for p in params if p.grad is not None)
 
 
+@torch.no_grad()
+def finite_gradients(params: list[torch.Tensor]) -> bool:
+    """True if all elements of all gradients are finite. On a GPU the host waits for it."""
+    return all(bool(_dense_part(p.grad).isfinite().all()) for p in params if p.grad is not None)
+
+
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a few elements from the middle of the tensor's memory; empty if its memory has gaps."""
     if not dense(tensor):

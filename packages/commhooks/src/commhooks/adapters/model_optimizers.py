@@ -40,7 +40,9 @@ class ModelOptimizers:
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember an optimizer that counts."""
-        self._seen.add(optimizer)
+        if optimizer not in self._seen:
+            self._seen.add(optimizer)
+            self._held = (0, [])  # it may take the place of one of equal size that is gone
 
     def counts(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if a step of this optimizer may use the model's gradients."""

@@ -43,7 +43,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ch_core import CommHooksError, Engine, HookConfigError, StateError, is_asynchronous
 from commhooks.adapters.backward import NO_BACKWARD, backward_id
-from commhooks.adapters.change_detection import ParameterSnapshot, any_nonzero_gradient
+from commhooks.adapters.change_detection import ParameterSnapshot, any_nonzero_gradient, finite_gradients
 from commhooks.adapters.loss_scale import LossScale
 from commhooks.adapters.model_optimizers import ModelOptimizers, Params
 from commhooks.adapters.optimizer_steps import OptimizerSteps, remove_hooks, weak_call
@@ -100,7 +100,7 @@ class OptimizerWatch:
 
     def prefetch_scale_at_forward(self, module: torch.nn.Module) -> None:
         """Copy the loss scale to the host whenever the module's forward begins."""
-        self._hooks.append(module.register_forward_pre_hook(_prefetch_hook(self._loss_scale)))
+        self._hooks.append(module.register_forward_pre_hook(_Prefetch(self._loss_scale)))
 
     def refuse(self, refusal: Callable[[torch.optim.Optimizer], BaseException | None]) -> None:
         """Raise the error that a function returns for an optimizer of the model, here or before the optimizer's first step."""
@@ -108,11 +108,6 @@ class OptimizerWatch:
         for optimizer in self._optimizers.known if self._find is None else self._find(self._params()):
             if (error := refusal(optimizer)) is not None:
                 raise error
-
-    def close(self) -> None:
-        """Remove all hooks from optimizers, parameters and modules."""
-        self._steps.close()
-        remove_hooks(self._hooks)
 
     # -- StepJudge
 
@@ -156,6 +151,19 @@ class OptimizerWatch:
     def set_clock(self, clock: int) -> None:
         """See :meth:`.StepJudge.set_clock`."""
         self._steps.set_clock(clock)
+
+    # -- the end
+
+    def close(self) -> None:
+        """Remove all hooks from optimizers, parameters and modules.
+
+        Gradients that wait count as used, because nothing sees from now on if an optimizer uses them. A ``GradScaler`` has
+        skipped, or will skip, gradients that are not finite.
+        """
+        self._steps.close()
+        remove_hooks(self._hooks)
+        if self.used() is None:
+            self._answer = finite_gradients(self._with_gradient)
 
     # -- events from torch
 
@@ -288,8 +296,19 @@ def _cannot_examine(error: Exception) -> CommHooksError:
     return doubt
 
 
-def _prefetch_hook(loss_scale: LossScale) -> Any:
-    return torch.compiler.disable(lambda *_: loss_scale.prefetch())
+class _Prefetch:
+    """Hook of a module's forward. In a copied or pickled module it does nothing."""
+
+    def __init__(self, loss_scale: LossScale | None = None) -> None:
+        self._loss_scale = loss_scale
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *_: object) -> None:
+        if self._loss_scale is not None:
+            self._loss_scale.prefetch()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_Prefetch, ())
 
 
 def _gradient_hook(seen: list[int | None], this: "weakref.ref[OptimizerWatch]") -> Callable[[torch.Tensor], None]:
