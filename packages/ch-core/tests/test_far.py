@@ -147,6 +147,22 @@ def test_an_exchange_ends_the_memory_of_dropped_ones_before_it() -> None:
     assert spawn(drops_exchanges, 2, timeout=100) == [[1, 10, 1]] * 2  # the next receive, and both ways of five
 
 
+def drops_and_destroys(rank: int, world: int) -> int:
+    for start in (FarTransport.reduce_scatter, FarTransport.all_reduce):
+        transport = FarTransport(dist.new_group(), FAR)
+        half = [torch.empty(50)] if start is FarTransport.reduce_scatter else []
+        start(transport, *half, torch.ones(100), "sum")  # nobody waits for it
+        dist.destroy_process_group(transport.group)
+    del transport
+    gc.collect()
+    return sum(type(one) is PostedReceives for one in gc.get_objects())
+
+
+@pytest.mark.gloo
+def test_a_dropped_exchange_keeps_no_destroyed_group() -> None:
+    assert spawn(drops_and_destroys, 2, timeout=100) == [0, 0]
+
+
 def ends_first(rank: int, world: int) -> list[float]:
     transport, gathered = FarTransport(None, FAR), torch.empty(world)
     works = [transport.all_gather(gathered, torch.full((1,), float(rank))) for _ in range(3)]

@@ -216,7 +216,8 @@ class FarTransport(ProcessGroupTransport):
 
         def add(received: dict[int, torch.Tensor]) -> None:
             rows = {peer: row.view(input.dtype) for peer, row in received.items()}
-            first, second, *others = (rows.get(rank, parts[rank]) for rank in range(self.world_size))
+            # Without a reference to the transport. A dropped exchange would keep its group for ever.
+            first, second, *others = (rows.get(rank, part) for rank, part in enumerate(parts))
             total = first + second  # not into the output, which may be this rank's part
             for row in others:
                 total.add_(row)
