@@ -208,6 +208,23 @@ def test_a_lost_or_frozen_rank_is_an_error_within_the_deadline(frozen: bool) -> 
     assert results[0] == (HookTimeoutError if frozen else TransportError).__name__
 
 
+def starts_late(rank: int, world: int) -> str:
+    transport = FarTransport(None, FAR, timeout=1.0)
+    if rank == 1:
+        time.sleep(3.0)
+        dist.destroy_process_group()  # without the barrier at the end of a test
+        return ""
+    with pytest.raises(HookTimeoutError, match="deadline 1 s") as raised:
+        transport.all_gather(torch.empty(2), torch.ones(1))
+    dist.destroy_process_group()
+    return type(raised.value).__name__
+
+
+@pytest.mark.gloo
+def test_the_first_exchange_waits_for_the_deadline_and_not_for_that_of_the_group() -> None:
+    assert spawn(starts_late, 2, timeout=100, group_timeout=20.0)[0] == HookTimeoutError.__name__
+
+
 # -- the engine
 
 
