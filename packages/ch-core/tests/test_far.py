@@ -20,6 +20,7 @@ from ch_core import (
     HookState,
     HookTimeoutError,
     Link,
+    Plain,
     RankMismatchError,
     Reduction,
     RemoteHookError,
@@ -281,12 +282,12 @@ def test_infinite_numbers_after_the_status_undo_the_step_on_all_ranks(tuning: Cp
     assert run(tuning, infinite_at=1) == [[("", 1), ("", 1), ("", 2), ("", 3)]] * 2
 
 
-def drops_a_step_alone(rank: int, world: int) -> list[str]:
+def drops_a_step_alone(rank: int, world: int, reduction: Reduction, numel: int) -> list[str]:
     transport = FarTransport(None, FAR)
-    engine = Engine(Careless(), transport, HookState(), timeout=20.0)
+    engine = Engine(reduction, transport, HookState(), timeout=20.0)
     seen = []
     for step in range(4):
-        bucket = Bucket.from_tensors({"w": torch.ones(5)})
+        bucket = Bucket.from_tensors({"w": torch.zeros(numel)})
         if rank == 0 and step == 1:
             engine.submit(bucket)  # sends its message
             engine.abandon()
@@ -301,7 +302,15 @@ def drops_a_step_alone(rank: int, world: int) -> list[str]:
 
 
 @pytest.mark.gloo
-def test_a_rank_that_drops_a_step_alone_is_an_error_on_all_in_every_later_step() -> None:
-    """Messages are matched by their order. So its peers would take those of the dropped step for those of the next one."""
+@pytest.mark.parametrize(("reduction", "numel"), [(Careless(), 5), (Plain(), 3)])
+def test_a_rank_that_drops_a_step_alone_is_an_error_on_all_in_every_later_step(
+    reduction: Reduction, numel: int
+) -> None:
+    """Messages are matched by their order. So its peers would take those of the dropped step for those of the next one.
+
+    An average of three numbers is as long as the status of two ranks, and zeros in it say that no rank has raised.
+    """
     mismatch = RankMismatchError.__name__
-    assert spawn(drops_a_step_alone, 2, timeout=100) == [["NoneType", mismatch, mismatch, mismatch]] * 2
+    assert (
+        spawn(drops_a_step_alone, 2, reduction, numel, timeout=100) == [["NoneType", mismatch, mismatch, mismatch]] * 2
+    )
