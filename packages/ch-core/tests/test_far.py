@@ -20,6 +20,7 @@ from ch_core import (
     HookState,
     HookTimeoutError,
     Link,
+    Plain,
     RankMismatchError,
     Reduction,
     RemoteHookError,
@@ -147,6 +148,22 @@ def test_an_exchange_ends_the_memory_of_dropped_ones_before_it() -> None:
     assert spawn(drops_exchanges, 2, timeout=100) == [[1, 10, 1]] * 2  # the next receive, and both ways of five
 
 
+def drops_and_destroys(rank: int, world: int) -> int:
+    for start in (FarTransport.reduce_scatter, FarTransport.all_reduce):
+        transport = FarTransport(dist.new_group(), FAR)
+        half = [torch.empty(50)] if start is FarTransport.reduce_scatter else []
+        start(transport, *half, torch.ones(100), "sum")  # nobody waits for it
+        dist.destroy_process_group(transport.group)
+    del transport
+    gc.collect()
+    return sum(type(one) is PostedReceives for one in gc.get_objects())
+
+
+@pytest.mark.gloo
+def test_a_dropped_exchange_keeps_no_destroyed_group() -> None:
+    assert spawn(drops_and_destroys, 2, timeout=100) == [0, 0]
+
+
 def ends_first(rank: int, world: int) -> list[float]:
     transport, gathered = FarTransport(None, FAR), torch.empty(world)
     works = [transport.all_gather(gathered, torch.full((1,), float(rank))) for _ in range(3)]
@@ -190,6 +207,23 @@ def test_a_lost_or_frozen_rank_is_an_error_within_the_deadline(frozen: bool) -> 
         lose, 2, frozen, timeout=100, group_timeout=20.0, expect_exit={} if frozen else {1: -signal.SIGKILL}
     )
     assert results[0] == (HookTimeoutError if frozen else TransportError).__name__
+
+
+def starts_late(rank: int, world: int) -> str:
+    transport = FarTransport(None, FAR, timeout=1.0)
+    if rank == 1:
+        time.sleep(3.0)
+        dist.destroy_process_group()  # without the barrier at the end of a test
+        return ""
+    with pytest.raises(HookTimeoutError, match="deadline 1 s") as raised:
+        transport.all_gather(torch.empty(2), torch.ones(1))
+    dist.destroy_process_group()
+    return type(raised.value).__name__
+
+
+@pytest.mark.gloo
+def test_the_first_exchange_waits_for_the_deadline_and_not_for_that_of_the_group() -> None:
+    assert spawn(starts_late, 2, timeout=100, group_timeout=20.0)[0] == HookTimeoutError.__name__
 
 
 # -- the engine
@@ -248,12 +282,12 @@ def test_infinite_numbers_after_the_status_undo_the_step_on_all_ranks(tuning: Cp
     assert run(tuning, infinite_at=1) == [[("", 1), ("", 1), ("", 2), ("", 3)]] * 2
 
 
-def drops_a_step_alone(rank: int, world: int) -> list[str]:
+def drops_a_step_alone(rank: int, world: int, reduction: Reduction, numel: int) -> list[str]:
     transport = FarTransport(None, FAR)
-    engine = Engine(Careless(), transport, HookState(), timeout=20.0)
+    engine = Engine(reduction, transport, HookState(), timeout=20.0)
     seen = []
     for step in range(4):
-        bucket = Bucket.from_tensors({"w": torch.ones(5)})
+        bucket = Bucket.from_tensors({"w": torch.zeros(numel)})
         if rank == 0 and step == 1:
             engine.submit(bucket)  # sends its message
             engine.abandon()
@@ -268,7 +302,15 @@ def drops_a_step_alone(rank: int, world: int) -> list[str]:
 
 
 @pytest.mark.gloo
-def test_a_rank_that_drops_a_step_alone_is_an_error_on_all_in_every_later_step() -> None:
-    """Messages are matched by their order. So its peers would take those of the dropped step for those of the next one."""
+@pytest.mark.parametrize(("reduction", "numel"), [(Careless(), 5), (Plain(), 3)])
+def test_a_rank_that_drops_a_step_alone_is_an_error_on_all_in_every_later_step(
+    reduction: Reduction, numel: int
+) -> None:
+    """Messages are matched by their order. So its peers would take those of the dropped step for those of the next one.
+
+    An average of three numbers is as long as the status of two ranks, and zeros in it say that no rank has raised.
+    """
     mismatch = RankMismatchError.__name__
-    assert spawn(drops_a_step_alone, 2, timeout=100) == [["NoneType", mismatch, mismatch, mismatch]] * 2
+    assert (
+        spawn(drops_a_step_alone, 2, reduction, numel, timeout=100) == [["NoneType", mismatch, mismatch, mismatch]] * 2
+    )

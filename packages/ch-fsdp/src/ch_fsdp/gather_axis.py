@@ -61,7 +61,8 @@ class GatherAxis(Axis):
         self.engines = {}
         for number, (name, one) in enumerate(over.items()):
             state = handle.state if number == 0 and isinstance(handle.state, HookState) else None
-            engine = GatherEngine(self.treatment, transport_over(one, options.link), state, timeout=self._timeout)
+            transport = transport_over(one, options.link, timeout=self._timeout)
+            engine = GatherEngine(self.treatment, transport, state, timeout=self._timeout)
             self.engines["gather" if number == 0 else f"gather_{number + 1}"] = self._by_group[name] = engine
         self.engine = self.engines["gather"]
 
@@ -84,7 +85,8 @@ class GatherAxis(Axis):
         found = self._by_group.get(over.group_name)
         if found is None and over is group.regather_group:
             # Every rank makes this call at the same place, so all engines end their steps in one order.
-            found = GatherEngine(self._exact, transport_over(over, self.engine.transport.link), timeout=self._timeout)
+            transport = transport_over(over, self.engine.transport.link, timeout=self._timeout)
+            found = GatherEngine(self._exact, transport, timeout=self._timeout)
             self._by_group[over.group_name] = found
             known = self.steps.group.engines
             known["regather" if "regather" not in known else f"regather_{len(known)}"] = found

@@ -60,7 +60,7 @@ class ReplicateAxis(Axis):
             self.managed = manager_adapter(options.manager)(model, handle, options, self._layouts)
             self.engine = self.managed.engine
         else:
-            transport = transport_over(replicas, options.link)
+            transport = transport_over(replicas, options.link, timeout=self._timeout)
             self.engine = Engine(self.reduction, transport, state_of(handle), timeout=self._timeout)
         self.engines = {"replicate": self.engine}
         if replicas is not None and shard_group is not None:

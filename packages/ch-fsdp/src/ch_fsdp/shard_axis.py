@@ -44,7 +44,8 @@ class ShardAxis(Axis):
         flat = fits_flat(self.reduction)
         self.form: _Flat | _Named = _Flat(self.reduction) if flat else _Named(self.reduction)
         state = None if flat else state_of(handle)
-        self.engine = Engine(self.form.reduction, transport_over(group, options.link), state, timeout=self._timeout)
+        transport = transport_over(group, options.link, timeout=self._timeout)
+        self.engine = Engine(self.form.reduction, transport, state, timeout=self._timeout)
         self.engines = {"shard": self.engine}
 
     def place(self, steps: Steps, end: BackwardEnd, expr: str) -> None:
@@ -69,7 +70,7 @@ class ShardAxis(Axis):
                 "handle and attach again"
             )
         self.group = group
-        self.engine.move(transport_over(group, self.engine.transport.link))
+        self.engine.move(transport_over(group, self.engine.transport.link, timeout=self._timeout))
         return None
 
 

@@ -610,7 +610,8 @@ class Engine:
         together = self._sends_status and peers and self.counters.communicated
         # A rank that has dropped a step alone is some messages ahead of the others, or behind them, for ever.
         digest = step.digest + self.transport.exchanged
-        step.outcome.send(clock, self.messenger.device, self.messenger.post if together else None, digest)
+        post, marked = self.messenger.post if together else None, together and self.transport.link is not None
+        step.outcome.send(clock, self.messenger.device, post, digest, marked)
 
     def _agree(self) -> None:
         """Receive the status of all ranks, and the digests of a step whose parameters are compared."""

@@ -3,7 +3,7 @@
 At the end of each step the ranks all-reduce one status vector of ``W + 1`` fp32 numbers::
 
     element r   = code of rank r + 4 * clock of rank r      (0 from every other rank)
-    element W   = number of ranks that saw a reduced NaN or Inf, or NaN
+    element W   = number of ranks that saw a reduced NaN or Inf, or NaN; between far ranks plus a mark of each rank
 
 If the average is weighted, the weights of the ranks follow (:mod:`ch_core.engine.weights`), W numbers more.
 
@@ -36,6 +36,7 @@ ENCODE, BETWEEN, DECODE = 1, 2, 3
 WHERE = {ENCODE: "before its first collective", BETWEEN: "between collectives", DECODE: "after its last collective"}
 TEXT_BYTES = 512
 _CODES, _CLOCKS = 4, 2**18 - 1
+_MARK = 2**12  # with it a message of other numbers does not pass for a status
 
 CarryOut = Callable[[Request], None]
 """Carries out one request over all ranks and returns when it is done."""
@@ -53,6 +54,8 @@ class Status:
         device: device of the step's collectives.
         buckets: digest of the step's buckets.
         weights: this rank's part of the weights, (W,) fp32; ``None`` if the status carries none.
+        marked: True if only their order tells which messages belong together. If a rank has dropped a step alone, another
+            message of the same length may arrive in place of its status, even zeros. So each rank adds a mark to element W.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class Status:
         device: torch.device,
         buckets: int = 0,
         weights: torch.Tensor | None = None,
+        marked: bool = False,
     ) -> None:
         self.rank, self.world, self._buckets = rank, world, buckets
+        self._marks, self._foreign = _MARK * world if marked else 0, False
         mine = code + _CODES * (0 if clock is None else 1 + (clock + buckets) % _CLOCKS)
         size = world + 1 if weights is None else 2 * world + 1
         self.vector = torch.zeros(size, dtype=torch.float32, device=device)
@@ -79,6 +84,8 @@ class Status:
             torch.sum(torch.stack(unread).mul_(0.0), 0, dtype=torch.float32, out=self.vector[world])
         if not math.isfinite(sum(s for s in sums if isinstance(s, float))):
             self.vector[world].fill_(1)
+        if marked:
+            self.vector[world].add_(_MARK)
         self._copy: HostCopy | None = None
         self._values: list[float] | None = None
         self._failed: dict[int, int] = {}
@@ -100,6 +107,10 @@ class Status:
     def _read(self) -> list[float]:
         if self._values is None:
             self._values = (self._copy or HostCopy(self.vector)).values()
+            bad = self._values[self.world] - self._marks
+            if self._marks and bad not in range(self.world + 1):
+                self._foreign = True
+                return self._values
             parts = list(enumerate(int(value) for value in self._values[: self.world]))
             self._failed = {rank: value % _CODES for rank, value in parts if value % _CODES}
             clocks = {rank: value // _CODES - 1 for rank, value in parts if value >= _CODES}
@@ -133,8 +144,14 @@ class Status:
 
     def good(self) -> bool:
         """True if no rank failed, all ranks are at the same step with the same buckets, and all reduced numbers are finite."""
-        bad = self._read()[self.world]
-        return not self._failed and len(set(self._clocks.values())) <= 1 and bad == 0 and math.isfinite(bad)
+        bad = self._read()[self.world] - self._marks
+        return (
+            not self._foreign
+            and not self._failed
+            and len(set(self._clocks.values())) <= 1
+            and bad == 0
+            and math.isfinite(bad)
+        )
 
     def error(self, name: str, own: BaseException | None, carry_out: CarryOut | None) -> BaseException | None:
         """Return the error that this rank raises for the step; ``None`` if no rank failed.
@@ -156,7 +173,7 @@ class Status:
         if own is not None:  # the manager drops a healing member's part of the status, but the member knows its error
             return own
         clocks = self.clocks
-        return _out_of_step(name, clocks) if len(set(clocks.values())) > 1 else None
+        return _out_of_step(name, clocks) if self._foreign or len(set(clocks.values())) > 1 else None
 
     def _texts(self, own: BaseException | None, carry_out: CarryOut) -> dict[int, str]:
         mine = b"" if own is None else _described(own).encode(errors="replace")[:TEXT_BYTES]
@@ -178,6 +195,7 @@ def _described(error: BaseException) -> str:
 
 def _out_of_step(name: str, clocks: dict[int, int]) -> CommHooksError:
     lines = ", ".join(f"rank {rank}: {clock}" for rank, clock in clocks.items())
+    lines = lines or "another message came instead of a rank's status"
     return RankMismatchError(
         f"{name}: the ranks are not at the same step, or have different buckets ({lines}), so the average mixed gradients that "
         "do not belong together. The numbers are committed steps, plus optimizer steps or votes if optimizer=, scaler= or a "
@@ -298,7 +316,12 @@ class StepOutcome:
     # -- open -> sent
 
     def send(
-        self, clock: int | None, device: torch.device, post: Callable[[Request], Batch] | None, buckets: int = 0
+        self,
+        clock: int | None,
+        device: torch.device,
+        post: Callable[[Request], Batch] | None,
+        buckets: int = 0,
+        marked: bool = False,
     ) -> None:
         """Send this rank's part of the status.
 
@@ -307,10 +330,11 @@ class StepOutcome:
             device: device of the step's collectives.
             post: starts the message; ``None`` if this rank decides alone.
             buckets: digest of the step's buckets.
+            marked: see :class:`Status`.
         """
         code = self._error[1] if self._error is not None else 0
         weights = self.weights.part() if self.weights is not None else None
-        self._status = Status(self.rank, self.world_size, code, clock, self._sums, device, buckets, weights)
+        self._status = Status(self.rank, self.world_size, code, clock, self._sums, device, buckets, weights, marked)
         self._sums = []
         self._batch = post(self._status.message()) if post is not None else None
         self.alone, self._reads_late = post is None, is_asynchronous(device)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ch_core.errors import HookNotSupportedError, TransportError
+from ch_core.errors import HookNotSupportedError
 from ch_core.link import Link
 from ch_core.requests import Scope
 from ch_core.transport.base import Work
@@ -53,12 +53,10 @@ class _Exchange:
     def wait(self, timeout: float | None) -> None:
         """See :meth:`.Work.wait`."""
         begun = time.monotonic()
+        ends = begun + (self._posted.limit if timeout is None else timeout)
         try:
             for work in [*(work for _, work in self.receives.values()), *self._sends]:
-                if timeout is None:
-                    work.wait()
-                else:
-                    work.wait(timedelta(seconds=max(begun + timeout - time.monotonic(), 0.001)))
+                work.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
         except RuntimeError as error:
             raise loss_of(self._what, begun, timeout, error) from error
         self._read({peer: buffer for peer, (buffer, _) in self.receives.items()})
@@ -77,12 +75,15 @@ class PostedReceives:
 
     Args:
         group: in which nobody else sends.
+        limit: see the attribute.
 
     Attributes:
+        limit: seconds that an exchange may take if its ``wait`` gets no deadline.
         started: number of exchanges.
     """
 
-    def __init__(self, group: Any) -> None:  # torch's stub lacks send and recv
+    def __init__(self, group: Any, limit: float) -> None:  # torch's stub lacks send and recv
+        self.limit = limit
         rank, world = group.rank(), group.size()
         # Begin with the next rank, or all ranks would send to rank 0 first.
         self._group, self._peers = group, [(rank + step) % world for step in range(1, world)]
@@ -165,19 +166,23 @@ class FarTransport(ProcessGroupTransport):
         group: the group, whose CPU tensors gloo carries; ``None`` is the default group.
         link: the slowest link.
         where: as for :class:`.ProcessGroupTransport`.
+        timeout: seconds that the first exchange waits for the other ranks to start it; by default those of the group.
 
     Raises:
         TransportError: there is no process group.
         HookNotSupportedError: gloo does not carry its tensors.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, link: Link, where: str = "") -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, link: Link, where: str = "", timeout: float | None = None
+    ) -> None:
         super().__init__(group, free=True, where=where)
         if not self._gloo:
             raise HookNotSupportedError(
                 "link= changes how tensors of a CPU travel over gloo, and this group has no gloo"
             )
         self.link: Link = link
+        self._timeout = timeout
         self._halfway: deque[weakref.ref[_ScatterThenGather]] = deque()  # in the order of their starts
 
     @property
@@ -192,7 +197,7 @@ class FarTransport(ProcessGroupTransport):
     def among(self, group: dist.ProcessGroup, scope: Scope) -> ProcessGroupTransport:
         if scope == "node":  # its ranks are near
             return super().among(group, scope)
-        return FarTransport(group, self.link, WHERE[scope])
+        return FarTransport(group, self.link, WHERE[scope], self._timeout)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         if not self._direct(input.nbytes, output):
@@ -216,7 +221,8 @@ class FarTransport(ProcessGroupTransport):
 
         def add(received: dict[int, torch.Tensor]) -> None:
             rows = {peer: row.view(input.dtype) for peer, row in received.items()}
-            first, second, *others = (rows.get(rank, parts[rank]) for rank in range(self.world_size))
+            # Without a reference to the transport. A dropped exchange would keep its group for ever.
+            first, second, *others = (rows.get(rank, part) for rank, part in enumerate(parts))
             total = first + second  # not into the output, which may be this rank's part
             for row in others:
                 total.add_(row)
@@ -252,10 +258,11 @@ class FarTransport(ProcessGroupTransport):
     ) -> Work:
         assert self.group is not None  # noqa: S101 - set by __init__
         refuse_lost(self.group)
+        what, begun = what + self._where, time.monotonic()
         try:
-            return _posted(self.group).exchange(what + self._where, parts, read)
+            return _posted(self.group, self._timeout).exchange(what, parts, read)
         except RuntimeError as error:
-            raise TransportError(f"{what}{self._where} could not be started: {error}") from error
+            raise loss_of(what, begun, self._timeout, error) from error
 
 
 class _ScatterThenGather:
@@ -299,16 +306,23 @@ def _write_to(rows: torch.Tensor) -> Callable[[dict[int, torch.Tensor]], None]:
 
 
 def transport_over(
-    group: dist.ProcessGroup | None, link: Link | None = None, *, free: bool = False
+    group: dist.ProcessGroup | None, link: Link | None = None, *, free: bool = False, timeout: float | None = None
 ) -> ProcessGroupTransport:
-    """Return the transport over a process group: a far one if the user has named the link, otherwise one that may be ``free``."""
-    return ProcessGroupTransport(group, free=free) if link is None else FarTransport(group, link)
+    """Return the transport over a process group: a far one if the user has named the link, otherwise one that may be ``free``.
+
+    Args:
+        group: the group; ``None`` is the default group.
+        link: the slowest link; ``None`` if the ranks are near.
+        free: see :class:`.ProcessGroupTransport`.
+        timeout: see :class:`FarTransport`.
+    """
+    return ProcessGroupTransport(group, free=free) if link is None else FarTransport(group, link, timeout=timeout)
 
 
 _POSTED = WeakIdKeyDictionary()  # process group -> PostedReceives
 
 
-def _posted(group: dist.ProcessGroup) -> PostedReceives:
+def _posted(group: dist.ProcessGroup, timeout: float | None) -> PostedReceives:
     """Return the direct messages of a group, over a gloo group of the same ranks.
 
     The first message opens it, after the ranks have agreed on the link. ``dist.new_group`` would name it by the number of a
@@ -317,6 +331,8 @@ def _posted(group: dist.ProcessGroup) -> PostedReceives:
     found: PostedReceives | None = _POSTED.get(group)
     if found is None:
         store = PrefixStore("commhooks/direct messages", _get_process_group_store(group))
-        limit = timedelta(seconds=group_timeout(group))
-        found = _POSTED[group] = PostedReceives(dist.ProcessGroupGloo(store, group.rank(), group.size(), limit))
+        limit = group_timeout(group)
+        deadline = timedelta(seconds=limit if timeout is None else timeout)  # the constructor waits for all ranks
+        gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), deadline)
+        found = _POSTED[group] = PostedReceives(gloo, limit)
     return found

@@ -173,7 +173,7 @@ class DDPBinding(SlotBinding):
             )
         if handle.hook_state is None:
             raise AttachError(f"{handle.expr} needs a HookState as its state, not a {type(handle.state).__name__}")
-        transport = transport_over(self.group, self._link, free=True)
+        transport = transport_over(self.group, self._link, free=True, timeout=self._timeout)
         self.engine = Engine(handle.reduction, transport, handle.hook_state, timeout=self._timeout)
         # With lazy allocation DDP frees its buckets after each backward. Kept buckets would hold that memory.
         if not getattr(self._model(), "lazy_bucket_allocation", False):

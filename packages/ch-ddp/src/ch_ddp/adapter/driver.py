@@ -185,8 +185,8 @@ class DDPDriver:
 
     def move(self, group: dist.ProcessGroup) -> None:
         """Reduce over another process group from the next step on."""
-        transport = self.engine.transport
-        self.engine.move(transport_over(group, transport.link, free=transport.free))
+        transport, timeout = self.engine.transport, self.engine.messenger.timeout
+        self.engine.move(transport_over(group, transport.link, free=transport.free, timeout=timeout))
 
     def _take(self, bucket: Bucket, behind: bool) -> None:
         if behind:  # DDP waits for this future before its next call

@@ -212,7 +212,7 @@ class Reducer:
             axis = manager_adapter(manager)(self, self.handle, options, self._layouts)
             self._engine = axis.engine
         else:
-            transport, group = _fixed(transport, process_group or self.handle.process_group, self.handle.link)
+            transport, group = _fixed(transport, process_group or self.handle.process_group, self.handle.link, timeout)
             if timeout is None:
                 timeout = group_timeout(group) if group is not None else 60.0
             self._engine = Engine(self.handle.reduction, transport, state, timeout=timeout, status_last=True)
@@ -359,7 +359,8 @@ class Reducer:
             # Not this reducer's timeout: after a loss, survivors may arrive one such deadline apart.
             verify_move(self.handle, rows_of(self.tensors.items()), process_group, group_timeout(process_group), facts)
         self.abandon()
-        self._engine.move(transport_over(process_group, self._engine.transport.link, free=True))
+        link, timeout = self._engine.transport.link, self._engine.messenger.timeout
+        self._engine.move(transport_over(process_group, link, free=True, timeout=timeout))
         self._binding.group = process_group
 
     def close(self) -> None:
@@ -419,11 +420,11 @@ class Reducer:
 
 
 def _fixed(
-    transport: Transport | None, group: dist.ProcessGroup | None, link: Link | None
+    transport: Transport | None, group: dist.ProcessGroup | None, link: Link | None, timeout: float | None
 ) -> tuple[Transport, dist.ProcessGroup | None]:
     """Return a transport with fixed ranks, and its process group if it has one."""
     if transport is None:
-        made = transport_over(group, link, free=True)
+        made = transport_over(group, link, free=True, timeout=timeout)
         refuse_lost(made.group)
         return made, made.group
     if transport.elastic:
