@@ -54,7 +54,7 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
 def _imagined_fsdp(gpu: ImaginedGPU) -> Iterator[None]:
     """Let FSDP2 take its device for CUDA, and replace the collectives of torch and of the adapters."""
 
-    def made(group: dist.ProcessGroup, link: None = None) -> SilentGroup:
+    def made(group: dist.ProcessGroup, link: None = None, *, timeout: float | None = None) -> SilentGroup:
         nodes = RANKS_PER_NODE if group.size() % RANKS_PER_NODE == 0 else None
         return SilentGroup(gpu, group.size(), f"collectives of {group.group_name}", nodes)
 

@@ -300,12 +300,12 @@ class _Prefetch:
     """Hook of a module's forward. In a copied or pickled module it does nothing."""
 
     def __init__(self, loss_scale: LossScale | None = None) -> None:
-        self._loss_scale = loss_scale
+        # Not a decorator of the method, which would import torch's compiler with this module.
+        self._prefetch = torch.compiler.disable(loss_scale.prefetch) if loss_scale is not None else None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *_: object) -> None:
-        if self._loss_scale is not None:
-            self._loss_scale.prefetch()
+        if self._prefetch is not None:
+            self._prefetch()
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_Prefetch, ())
