@@ -306,7 +306,7 @@ def drops_a_step_alone(rank: int, world: int, reduction: Reduction, numel: int) 
 def test_a_rank_that_drops_a_step_alone_is_an_error_on_all_in_every_later_step(
     reduction: Reduction, numel: int
 ) -> None:
-    """Messages are matched by their order. So its peers would take those of the dropped step for those of the next one.
+    """Messages are matched by their order, so other ranks would take a message of the dropped step for one of the next step.
 
     An average of three numbers is as long as the status of two ranks, and zeros in it say that no rank has raised.
     """

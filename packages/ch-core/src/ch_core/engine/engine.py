@@ -244,7 +244,8 @@ class Engine:
             before = step.outcome.weights
             step.outcome = self._new_outcome(late=step.outcome.take_error())
             step.participating = self.participating
-            # This step has no draft, and would roll back that of the last one. The reference also follows the last one.
+            # First, because this step has no draft and would roll back that of the last one, and because its reference weight
+            # follows from the last one.
             self._local(self.resolve_before_next_step)
             self._weigh(step.outcome, self.messenger.device, early=before is not None and before.early)
         if outside is not None:

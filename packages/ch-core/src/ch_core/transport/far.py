@@ -166,7 +166,7 @@ class FarTransport(ProcessGroupTransport):
         group: the group, whose CPU tensors gloo carries; ``None`` is the default group.
         link: the slowest link.
         where: as for :class:`.ProcessGroupTransport`.
-        timeout: seconds that the first exchange waits for the other ranks to start it; by default those of the group.
+        timeout: seconds that the first exchange waits until all ranks have started it; by default the time-out of the group.
 
     Raises:
         TransportError: there is no process group.

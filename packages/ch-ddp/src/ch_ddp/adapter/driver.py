@@ -113,7 +113,7 @@ class DDPDriver:
         self._model = weakref.ref(ends[0]) if ends else None
 
     def _forget_model(self) -> None:
-        """Forget a DDP model that is gone, because its parameters, or those of a new model, are wrapped again."""
+        """Forget a DDP wrapper that is gone. Its module may be in a new wrapper, or a new model may use this hook function."""
         self._models, self._places, self._model_unknown = [], [], True
         self._layouts.clear()
         identity = self.engine.state.identity

@@ -149,9 +149,8 @@ class _EveryStep:
     """
 
     def __init__(self) -> None:
-        self._watches: tuple[
-            weakref.ref[OptimizerSteps], ...
-        ] = ()  # replaced as a whole, because steps iterate over it
+        # Replaced as a whole, because steps iterate over it.
+        self._watches: tuple[weakref.ref[OptimizerSteps], ...] = ()
         self._lock = threading.RLock()
         self._hooked = False
 
