@@ -3,7 +3,10 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +97,20 @@ def test_kill_and_restart_one_rank(tmp_path: Path) -> None:
         left = ranks.pid(0)
     with pytest.raises(ProcessLookupError):
         os.kill(left, 0)
+
+
+def test_threads_that_start_ranks_read_the_right_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = forkserver.read_signed
+
+    def slow(fd: int) -> Any:
+        time.sleep(0.05)  # for another thread to begin to read the same end
+        return read(fd)
+
+    monkeypatch.setattr(forkserver, "read_signed", slow)
+
+    def codes(_: int) -> list[int | None]:
+        with Ranks(surroundings, 2, group=False) as ranks:
+            return [result.exit_code for result in ranks.wait(60.0)]
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(codes, range(18))) == [[0, 0]] * 18

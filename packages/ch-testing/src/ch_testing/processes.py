@@ -36,6 +36,11 @@ PRELOAD = (
 """Modules that the server imports once, before it forks ranks."""
 
 
+_ends = threading.Lock()
+"""Held while the end of a process is read. Each start of a process reads the ends of all others, and of two threads that
+read one end, the second one is told that the process has failed (255)."""
+
+
 class WorkerError(AssertionError):
     """A rank of :func:`spawn` failed. The message is its traceback, and ``rank`` its number."""
 
@@ -134,7 +139,7 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         for rank in list(self._processes):
             self.kill(rank)
-            self._processes[rank].join()
+            wait([self._processes[rank].sentinel])
         self._folder.cleanup()
 
     def start(self, rank: int) -> None:
@@ -153,15 +158,16 @@ class Ranks:
             self.enter,
         )
         process = self._context.Process(target=_run, args=(order,), name=f"rank {rank}")
-        process.start()
+        with _ends:
+            process.start()
         self._processes[rank] = process
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to a rank that is still alive; ``SIGSTOP`` freezes it."""
-        process = self._processes[rank]
-        if process.exitcode is None and process.pid is not None:
+        pid = self._processes[rank].pid
+        if self._exit_code(rank) is None and pid is not None:
             with suppress(ProcessLookupError):  # it has ended since
-                os.kill(process.pid, number)
+                os.kill(pid, number)
 
     def pid(self, rank: int) -> int:
         """Return the process id of a rank."""
@@ -172,7 +178,7 @@ class Ranks:
 
     def alive(self) -> list[int]:
         """Return the ranks whose processes have not ended."""
-        return [rank for rank, process in self._processes.items() if process.exitcode is None]
+        return [rank for rank in self._processes if self._exit_code(rank) is None]
 
     def wait(self, timeout: float, until: Callable[[RankResult], bool] | None = None) -> list[RankResult]:
         """Wait until all ranks have ended, and return :meth:`results`.
@@ -184,7 +190,7 @@ class Ranks:
         deadline = time.monotonic() + timeout
         pending = set(self._processes)
         while pending:
-            ended = [rank for rank in sorted(pending) if self._processes[rank].exitcode is not None]
+            ended = [rank for rank in sorted(pending) if self._exit_code(rank) is not None]
             pending.difference_update(ended)
             if until is not None and any(until(self.result(rank)) for rank in ended):
                 break
@@ -200,7 +206,7 @@ class Ranks:
 
     def result(self, rank: int) -> RankResult:
         """Return the state of one rank."""
-        code = self._processes[rank].exitcode
+        code = self._exit_code(rank)
         value, error = self._path("result", rank), self._path("error", rank)
         return RankResult(
             rank,
@@ -215,6 +221,10 @@ class Ranks:
             (path.stat().st_mtime_ns, rank) for rank in self._processes if (path := self._path("error", rank)).exists()
         ]
         return min(found)[1] if found else None
+
+    def _exit_code(self, rank: int) -> int | None:
+        with _ends:
+            return self._processes[rank].exitcode
 
     def _path(self, kind: str, rank: int) -> Path:
         return Path(self._folder.name, f"{kind}{rank}")
