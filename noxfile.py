@@ -79,10 +79,11 @@ def install(
     testing: bool = False,
 ) -> None:
     """Install local packages, their dependencies, and tools."""
+    session.install("hatchling>=1.25")  # or pip would install it for each local package again, which takes 20 s
     default = "" if backend == "nccl" else str(ROOT / "constraints" / "cpu.txt")
     constraints = os.environ.get("COMMHOOKS_CONSTRAINTS", default)
     paths = dict.fromkeys(str(PROJECTS[each]) for name in names for each in with_dependencies(name, testing))
-    session.install(*(["-c", constraints] if constraints else []), *paths, *tools)
+    session.install("--no-build-isolation", *(["-c", constraints] if constraints else []), *paths, *tools)
 
 
 def gpu() -> str:

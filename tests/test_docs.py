@@ -106,6 +106,7 @@ def installed(folder: Path, *pages_: str) -> tuple[Path, Path]:
     return folder, site
 
 
+@pytest.mark.full
 @pytest.mark.packaging
 def test_the_hook_of_ten_minutes_is_found(ten_minutes):
     folder, site = ten_minutes

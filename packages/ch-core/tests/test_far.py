@@ -144,8 +144,8 @@ def drops_exchanges(rank: int, world: int) -> list[int]:
 
 
 @pytest.mark.gloo
-def test_an_exchange_ends_the_memory_of_dropped_ones_before_it() -> None:
-    assert spawn(drops_exchanges, 2, timeout=100) == [[1, 10, 1]] * 2  # the next receive, and both ways of five
+def test_an_exchange_ends_the_memory_of_dropped_ones_before_it_and_the_first_of_a_length_its_own() -> None:
+    assert spawn(drops_exchanges, 2, timeout=100) == [[0, 10, 1]] * 2  # both ways of five, and the next receive
 
 
 def drops_and_destroys(rank: int, world: int) -> int:

@@ -189,7 +189,13 @@ def test_a_module_with_a_hook_is_pickled_and_copied(alone: None) -> None:
         assert torch.equal(twin(torch.ones(1, 64)), model.module(torch.ones(1, 64)))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        way if way in ("powersgd", "optimizer=", "bare powersgd") else pytest.param(way, marks=pytest.mark.full)
+        for way in WAYS
+    ],
+)
 def test_a_dropped_model_is_freed_without_a_garbage_collection(alone: None, way: str) -> None:
     WAYS[way]()  # what torch imports and caches here is not of this model
     gc.collect()

@@ -2,7 +2,8 @@
 
 gloo's sender asks the receiver if it is ready, unless the receive is posted already, and its collectives pass on messages
 from rank to rank. On a link of 80 ms an all-reduce of three numbers takes 160 ms, and a message whose receive is posted 40 ms.
-So every rank sends to every other one directly, and posts the next receive of a length as soon as it has read the last one.
+So every rank sends to every other one directly. From the second message of a length on, it posts the next receive as soon as it
+has read the last one.
 """
 
 import os
@@ -92,6 +93,8 @@ class PostedReceives:
         # length -> exchanges in the order of their starts. Dropped ones stay here until a later one of this length has ended,
         # and so all before it. gloo never ends a message whose memory is gone, nor any message after it.
         self._running: defaultdict[int, deque[_Exchange]] = defaultdict(deque)
+        # Lengths that have come again. A receive cannot be taken back, and DDP's first step has buckets that never come again.
+        self._recurring: set[int] = set()
         self.started = 0
         byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self._left = [group.send([byte], peer, _END) for peer in self._peers]  # for the end of each peer
@@ -108,8 +111,10 @@ class PostedReceives:
             read: copies the received bytes, by rank. The work calls it in ``wait``.
         """
         nbytes = parts[0].nbytes
+        if nbytes in self._running:
+            self._recurring.add(nbytes)
         ready = self._ready[nbytes]
-        while len(ready) < (2 if nbytes <= _WITH_SPARE else 1):
+        while len(ready) < (2 if nbytes <= _WITH_SPARE and nbytes in self._recurring else 1):
             ready.append(
                 self._post({peer: torch.empty(nbytes, dtype=torch.uint8, device="cpu") for peer in self._peers})
             )
@@ -121,15 +126,16 @@ class PostedReceives:
         return made
 
     def end(self, exchange: _Exchange) -> None:
-        """Post the receives of an exchange for the next one of this length, now that their bytes have been read."""
+        """Post the receives of an exchange for the next one of a length that recurs, now that their bytes have been read."""
         buffers = {peer: buffer for peer, (buffer, _) in exchange.receives.items()}
         nbytes = next(iter(buffers.values())).numel()
         running = self._running[nbytes]
         if exchange in running:  # otherwise a later one has ended before
             while running.popleft() is not exchange:
                 pass
-        with suppress(RuntimeError):  # a peer has ended after its last exchange, which was this one
-            self._ready[nbytes].append(self._post(buffers))
+        if nbytes in self._recurring:
+            with suppress(RuntimeError):  # a peer has ended after its last exchange, which was this one
+                self._ready[nbytes].append(self._post(buffers))
 
     def _post(self, buffers: dict[int, torch.Tensor]) -> Receives:
         return {peer: (buffer, self._group.recv([buffer], peer, buffer.numel())) for peer, buffer in buffers.items()}
