@@ -19,7 +19,7 @@ from ch_bench.advise.predict import choose
 ROOT = Path(__file__).resolve().parents[3]
 FILES = (ROOT / "docs" / "cluster.md", ROOT / "README.md")
 TABLE = re.compile(r"(<!-- cluster (\d+(?: \d+)*): .*? -->\n).*?(<!-- end of cluster -->)", re.DOTALL)
-"""A table, with the ranks per node that its comment names. Several numbers make a short table without times."""
+"""A table, with the ranks per node that its comment names. Several numbers make a short table."""
 
 NODES = 4
 LINKS = {
@@ -72,10 +72,11 @@ class Cell:
     outer: tuple[str, float] | None
 
     @property
-    def hooks(self) -> str:
-        """What to try, without times."""
-        hook = "none" if self.chosen is self.plain else f"`{self.chosen.hook}`"
-        return hook if self.outer is None else f"{hook}, or {self.outer[0]}"
+    def short(self) -> str:
+        """The hook, its time, and that of plain DDP."""
+        if self.chosen is self.plain:
+            return "none"
+        return f"`{self.chosen.hook}`: {_time(self.chosen.seconds)} instead of {_time(self.plain.seconds)}"
 
     def __str__(self) -> str:
         made = f"{_bytes(self.plain.leaving)}, {_time(self.plain.seconds)}: "
@@ -109,12 +110,12 @@ def long_table(ranks: int) -> Iterator[str]:
 
 
 def short_table(ranks: list[int]) -> Iterator[str]:
-    """Yield the lines of a table with one column for each number of ranks per node, for one model and without times."""
+    """Yield the lines of a table with one column for each number of ranks per node, for one model."""
     titles = ["one GPU per node" if each == 1 else f"{each} GPUs per node" for each in ranks]
     yield f"| link of a node | {' | '.join(titles)} |"
     yield f"|---|{'---|' * len(ranks)}"
     for link in LINKS:
-        yield f"| {link} | {' | '.join(cell(each, link, USUAL).hooks for each in ranks)} |"
+        yield f"| {link} | {' | '.join(cell(each, link, USUAL).short for each in ranks)} |"
 
 
 def written(text: str) -> str:
