@@ -78,7 +78,7 @@ INTRO = """\
 :relative-docs: docs/
 :relative-images:
 :start-line: 2
-:end-before: "## Install and check"
+:end-before: "## Install"
 ```
 """
 

@@ -41,8 +41,8 @@ def test_the_line_names_hook_model_bytes_and_state() -> None:
     first, second = spawn(_attach, 2)
     assert not second
     # 64 * 64 + 64 numbers of 4 bytes, of which each of two ranks sends half twice with plain averaging
-    plain = "on DistributedDataParallel (Linear): in a step a rank sends"
-    assert first[0] == f"bf16_compress {plain} 8.3 kB instead of the 16.6 kB of plain averaging"
+    plain = "on DistributedDataParallel (Linear): each rank sends"
+    assert first[0] == f"bf16_compress {plain} 8.3 kB per step instead of the 16.6 kB of plain averaging"
     assert first[1].startswith(f"powersgd(rank=1) {plain} ")
     assert first[1].endswith("; it has a state, and none was given, so residuals start at zero")
     assert first[2].endswith("; its state is the one after step 1")
@@ -57,5 +57,5 @@ def test_with_nodes_the_line_has_the_bytes_that_leave_a_node() -> None:
     """Inside a node two_level sends about as much as plain averaging."""
     line = spawn(_on_nodes, 4)[0]
     # Round a ring of four ranks, one rank of a node sends 4 160 numbers of 4 bytes twice, but for a quarter.
-    found = re.search(r"in a step a node sends (\S+) kB to other nodes instead of the 25.0 kB of plain averaging", line)
+    found = re.search(r"each node sends (\S+) kB to other nodes per step instead of the 25.0 kB of plain averaging", line)
     assert found is not None and float(found[1]) < 4.0, line

@@ -43,7 +43,7 @@ def _sent(handle: CommHook) -> str:
     nodes = planned_node_bytes(engine, binding.layouts, LATER)
     sent, plain = nodes or planned_bytes(engine, binding.layouts, LATER)
     sender, to = ("node", " to other nodes") if nodes else ("rank", "")
-    return f"in a step a {sender} sends {size(sent)}{to} instead of the {size(plain)} of plain averaging"
+    return f"each {sender} sends {size(sent)}{to} per step instead of the {size(plain)} of plain averaging"
 
 
 def _state(handle: CommHook, resumed: str) -> str:
