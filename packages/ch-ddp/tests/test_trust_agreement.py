@@ -236,3 +236,33 @@ def test_gradients_that_differ_between_ranks_are_found_when_asked_to_look() -> N
     for found in spawn(drifts, 2):
         assert [kind for kind, _, _ in found] == ["", "", "RankMismatchError", ""] * 2 + ["", ""]
         assert "the reduced gradients differ between ranks" in found[2][1]
+
+
+def after_failed_attaches(rank: int, world: int) -> dict[str, list[Any]]:
+    """Return what failed attaches leave of a trained state: entries that differ, and the rank."""
+    model = DistributedDataParallel(nn.Linear(16, 16, bias=False))
+    handle = commhooks.attach(model, "powersgd(rank=1, min_compression_rate=1)")
+    for _ in range(2):
+        model(torch.randn(4, 16)).sum().backward()
+    handle.detach()
+    state = handle.hook_state
+    assert state is not None
+    before = {(name, field): tensor.clone() for name, field, tensor in state.entries()}
+    hooks = {
+        "other fields on one rank": "topk(density=0.1)" if rank else handle,
+        "another shape of q": f"powersgd(rank={2 + rank}, min_compression_rate=1)",
+    }
+    found: dict[str, list[Any]] = {}
+    for name, hook in hooks.items():
+        with pytest.raises(RankMismatchError):
+            commhooks.attach(model, hook, state=state)
+        after = {(name, field): tensor for name, field, tensor in state.entries()}
+        found[name] = [sorted(before.keys() ^ after.keys())]
+        found[name] += [key for key in before.keys() & after.keys() if not torch.equal(before[key], after[key])]
+    commhooks.attach(model, handle)
+    return found
+
+
+def test_a_failed_attach_leaves_the_state_that_was_handed_over() -> None:
+    everything = {"other fields on one rank": [[]], "another shape of q": [[]]}
+    assert spawn(after_failed_attaches, 2, timeout=60) == [everything, everything]

@@ -121,6 +121,7 @@ class Versions:
         reference: weight that ranks divide their weights by (:mod:`ch_core.engine.weights`); ``None`` before the first
             weighted step. The fields of :attr:`scaled` are in its unit.
         next_reference: reference from the next step on; ``None`` for the same.
+        dropped: entries that :meth:`drop` has removed; ``None`` if they cannot come back.
 
     Example:
         >>> versions = Versions()
@@ -144,6 +145,7 @@ class Versions:
         self.scaled: Mapping[str, int] = {RESIDUAL: 1}
         self.reference: float | None = None
         self.next_reference: float | None = None
+        self.dropped: Mapping[Key, Entry] | None = None
         self._device: torch.device | None = None  # None after a load, which may put entries anywhere, by `map_location`
         self._set(entries or {})
 
@@ -298,7 +300,13 @@ class Versions:
     def drop(self, keys: Collection[Key]) -> None:
         """Remove committed entries, between steps."""
         if keys:
+            if self.dropped is not None:
+                self.dropped = {**{key: self.committed[key] for key in keys}, **self.dropped}
             self._set({key: entry for key, entry in self.committed.items() if key not in keys})
+
+    def restore_dropped(self) -> None:
+        """Put the entries of :attr:`dropped` back, between steps."""
+        self._set({**self.committed, **(self.dropped or {})})
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Give parameters other names."""
@@ -310,6 +318,7 @@ class Versions:
         found, written = renamed(draft.found), renamed(draft.written)
         self._before = self._before and Version(renamed(self._before.entries), self._before.step)
         self._set(renamed(self.committed))
+        self.dropped = None if self.dropped is None else renamed(self.dropped)
         draft.found, draft.written, draft.spare = found, written, renamed(draft.spare)
 
     def __getstate__(self) -> dict[str, Any]:

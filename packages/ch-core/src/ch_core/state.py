@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -166,15 +167,29 @@ class HookState:
         versions.scaled = scaled
         transport = engine.transport
         here, there = RankId(transport.rank, transport.world_size), self.identity.rank
-        self.handed_over, self._written = self._written, True
-        if fields:  # the new hook would neither use nor load other fields; one without state leaves them to the next
-            versions.drop([key for key in versions.committed if key[1] not in fields])
         foreign = [key for key in versions.committed if fields.get(key[1]) == "local"]
         if there is not None and foreign and there != here and not transport.elastic:
             _refuse_loaded(there, here)
             versions.drop(foreign)
+        if fields:  # the new hook would neither use nor load other fields; one without state leaves them to the next
+            versions.drop([key for key in versions.committed if key[1] not in fields])
+        self.handed_over, self._written = self._written, True
         self.identity.rank = here
         self._engine = weakref.ref(engine)
+
+    @contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """Give this state back with all entries if the block raises, for example because the ranks disagree on a new engine."""
+        versions, rank, written = self.versions, self.identity.rank, self._written
+        versions.dropped = {}
+        try:
+            yield
+        except BaseException:
+            versions.restore_dropped()
+            self.identity.rank, self._written = rank, written
+            raise
+        finally:
+            versions.dropped = None
 
     @property
     def engine(self) -> StateWriter | None:

@@ -15,7 +15,7 @@ class Arrivals:
     ``zero_grad(set_to_none=False)`` leaves zeros in it. It does not keep parameters alive, unless it has ``unseen``.
 
     Args:
-        whole: True if the record starts before the first step.
+        whole: True if the record starts before the first step. Otherwise it knows nothing of that step.
         began: called with the first gradient of each backward.
         unseen: called with a parameter whose gradient DDP does not see. A parameter whose ``.data`` gets another dtype or device
             also gets another accumulator of gradients, and DDP's hook stays at the old one.
@@ -29,7 +29,7 @@ class Arrivals:
         unseen: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self._arrived: set[int] = set()
-        self._whole = whole
+        self.whole = whole
         self._watched: set[int] = set()
         self._accumulators: list[object] | None = [] if unseen is not None else None
         self._hooks: list[RemovableHandle] = []
@@ -58,12 +58,12 @@ class Arrivals:
 
     def unused(self, param: torch.Tensor) -> bool:
         """Return True if the parameter has no gradient of this step."""
-        return param.grad is None or (self._whole and self.watches(param) and not self.has(param))
+        return param.grad is None or (self.whole and self.watches(param) and not self.has(param))
 
     def begin_step(self) -> None:
         """Begin the next step. The backward of the last one was averaged."""
         self._arrived.clear()
-        self._whole = True
+        self.whole = True
 
     def close(self) -> None:
         """Remove all hooks from the parameters."""

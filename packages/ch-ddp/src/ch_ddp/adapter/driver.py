@@ -82,7 +82,8 @@ class DDPDriver:
         self._models: list[weakref.ref[DistributedDataParallel]] = []  # that have the parameters; empty if unknown
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._places: list[int] = []  # id of each parameter in the order of DDP's own list, once it is needed
-        self._absent: dict[str, tuple[int, bool]] = {}  # of this step: id of the parameter, and if it had a gradient
+        # Of this step, parameters that may be unused: id of the parameter, and if it had a gradient.
+        self._absent: dict[str, tuple[int, bool]] = {}
         self._dropped: list[str] = []  # parameters whose average DDP dropped in the last finished step
         if self._has_local_state:
             engine.set_dropped(self._dropped.copy)
@@ -294,9 +295,10 @@ class DDPDriver:
             if self._model_unknown:
                 self._watch(models_of(params), whole=False)
         unused = frozenset(self._unused(layout, params)) if self._has_local_state else frozenset[str]()
-        if unused:
-            rows = zip(layout.params, params, strict=True)
-            self._absent.update({p.name: (id(param), param.grad is not None) for p, param in rows if p.name in unused})
+        unsure = self._arrivals is not None and not self._arrivals.whole  # then any parameter may be unused
+        if unused or unsure:
+            rows = [row for row in zip(layout.params, params, strict=True) if unsure or row[0].name in unused]
+            self._absent.update({p.name: (id(param), param.grad is not None) for p, param in rows})
         index, is_last = self._count, grad_bucket.is_last()
         self._count += 1
         found = self._buckets.get(index)

@@ -4,6 +4,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -123,19 +124,20 @@ def attach(
     if manager is not None:
         _check_manager(model, adapter, options)
     alone = isinstance(handle.built, Reduction) and manager is None and not single_process and one_process(adapter)
-    binding = _bind(model, handle, adapter, options, alone=alone)
-    try:
-        if weighted:
-            refuse_weights(handle, binding.layout)
-            binding.weigh_ranks()
-            handle.syncs_batches = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
-        _agree(model, handle, binding, options, check)
-        if binding.watch is not None and (refusal := low_rank_refusal(handle, binding)) is not None:
-            binding.watch.refuse(refusal)
-        binding.after_agreement()
-    except BaseException:
-        handle.detach()
-        raise
+    with handle.hook_state.restored_on_error() if handle.hook_state is not None else nullcontext():
+        binding = _bind(model, handle, adapter, options, alone=alone)
+        try:
+            if weighted:
+                refuse_weights(handle, binding.layout)
+                binding.weigh_ranks()
+                handle.syncs_batches = any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
+            _agree(model, handle, binding, options, check)
+            if binding.watch is not None and (refusal := low_rank_refusal(handle, binding)) is not None:
+                binding.watch.refuse(refusal)
+            binding.after_agreement()
+        except BaseException:
+            handle.detach()
+            raise
     _log_attached(model, handle, binding)
     return handle
 
