@@ -134,6 +134,54 @@ def test_weights_under_no_sync_add_up() -> None:
         assert max(found) <= 1e-6
 
 
+def thrown_away(rank: int, world: int) -> dict[str, float]:
+    wanted, found = alone([batch(r) for r in range(world)]), {}
+    for case in ("no_sync", "raised", "attached again", "attached again with the state"):
+        model = DistributedDataParallel(net())
+        handle = commhooks.attach(model, "allreduce", weighted=True)
+        handle.weigh(100.0 if rank else 1.0)
+        with model.no_sync(), pytest.raises(ZeroDivisionError) if case == "raised" else nullcontext():
+            out = loss(model, batch(rank, 1))
+            if case == "raised":
+                out.register_hook(lambda gradient: 1 / 0)
+            out.backward()
+        if case.startswith("attached"):
+            handle.detach()
+            again = "allreduce" if "state" in case else handle
+            handle = commhooks.attach(model, again, weighted=True, state=handle.state)
+        model.zero_grad()
+        handle.weigh(ROWS[rank])
+        loss(model, batch(rank)).backward()
+        found[case] = far(grads(model), wanted)
+    return found
+
+
+def test_weights_of_gradients_that_were_thrown_away_do_not_count() -> None:
+    for found in spawn(thrown_away, 2, timeout=100):
+        assert max(found.values()) <= 1e-6, found
+
+
+def attached_in_a_window(rank: int, world: int) -> list[float]:
+    wanted, found = alone([batch(r, seed) for r in range(world) for seed in range(2)]), []
+    for other in (False, True):
+        model = DistributedDataParallel(net())
+        handle = commhooks.attach(model, "allreduce", weighted=True)
+        handle.weigh(ROWS[rank], of="sum")
+        with model.no_sync():
+            loss(model, batch(rank), "sum").backward()
+        handle.detach()
+        handle = commhooks.attach(model, "allreduce" if other else handle, weighted=True, state=handle.state)
+        handle.weigh(ROWS[rank], of="sum")
+        loss(model, batch(rank, 1), "sum").backward()
+        found.append(far(grads(model), wanted))
+    return found
+
+
+def test_attach_inside_a_window_keeps_the_weights_of_its_earlier_backwards() -> None:
+    for found in spawn(attached_in_a_window, 2, timeout=100):
+        assert max(found) <= 1e-6
+
+
 def joined(rank: int, world: int) -> list[Grads]:
     """Rank 0 has one batch, rank 1 three. Return rank 1's averages."""
     model, found = DistributedDataParallel(net(), bucket_cap_mb=0.002), []

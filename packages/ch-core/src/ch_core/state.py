@@ -31,6 +31,9 @@ class StateWriter(Protocol):
         """Forget finished steps, because another state was loaded."""
 
 
+_OF_PROCESS = ("_engine", "drivers", "weighing")  # attributes that no other process can use
+
+
 class HookState:
     """Base for the state of stateful hooks.
 
@@ -43,6 +46,8 @@ class HookState:
         identity: rank, and model with its parameters.
         handed_over: True if another engine of this run wrote the entries, False if they were loaded.
         drivers: of the hook functions that were called with this state.
+        weighing: see :attr:`.Engine.weighing`. The engine of the next attach needs the weights of gradients that wait under
+            ``no_sync()``.
 
     Example:
         >>> import torch
@@ -67,6 +72,7 @@ class HookState:
     def _leave_process(self) -> None:
         self._engine: weakref.ref[StateWriter] | None = None
         self.drivers: dict[object, Any] = {}
+        self.weighing: Any = None
 
     @property
     def step(self) -> int:
@@ -207,7 +213,7 @@ class HookState:
     def __getstate__(self) -> dict[str, Any]:
         """Return the committed state, without process group, model or buffers."""
         self.resolve_step()
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("_engine", "drivers")}
+        kept = {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
         if "process_group" in kept:
             kept["process_group"] = None  # the next model's group, or the default one
         return kept

@@ -370,7 +370,8 @@ class CommHook:
         n_r tokens and g_r the gradient of rank r's mean loss over them, it is the gradient of the mean loss over all tokens.
 
         Weights of backwards that are averaged together, such as those under `no_sync()`, add up. Then scale each mean loss by
-        its n over the n of the window, or use `of="sum"` (see the page "Batches of unequal size").
+        its n over the n of the window, or use `of="sum"` (see the page "Batches of unequal size"). On DDP, a call while every
+        `.grad` is None forgets the weights of earlier backwards, whose gradients `zero_grad()` has thrown away.
 
         A rank with n = 0 contributes nothing, also if its gradient is NaN. If all ranks weigh 0, the gradients are zeros, the
         hook's state stays as it was, and `stats()` counts the step as one of the `weightless_steps`.
@@ -412,7 +413,10 @@ class CommHook:
                 f"{self.expr}: a model with SyncBatchNorm needs weigh(n, of='sum') and a loss that is a sum, because the "
                 "gradient of each rank has parts of the losses of all ranks, which one weight cannot tell apart"
             )
+        accumulates = self._bound().accumulates
         for weighing in weighings:
+            if not accumulates:
+                weighing.clear()
             weighing.add(n, of)
 
     def commit(self) -> bool | None:

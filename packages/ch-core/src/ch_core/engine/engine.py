@@ -133,7 +133,7 @@ class Engine:
 
     def set_weighted(self) -> None:
         """Weigh the ranks from the next step on, by :attr:`weighing`. All ranks must make this call."""
-        self.weighing = Weighing()
+        self.weighing = self.state.weighing = self.state.weighing or Weighing()
 
     def first_weight(self) -> float:
         """Return this rank's weight of the next step until its state has a reference, then 0. The host waits for it."""

@@ -69,6 +69,10 @@ class SlotBinding(Binding):
         return self._layouts
 
     @property
+    def accumulates(self) -> bool:
+        return any(p.grad is not None for p in self.params)
+
+    @property
     def calls(self) -> int:
         return self.driver.calls
 

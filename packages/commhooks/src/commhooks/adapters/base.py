@@ -73,6 +73,11 @@ class Binding(ABC):
         return False
 
     @property
+    def accumulates(self) -> bool:
+        """False if no parameter has a gradient, so that the weights of earlier backwards belong to gradients that are gone."""
+        return True
+
+    @property
     @abstractmethod
     def calls(self) -> int:
         """Number of calls of the hook by the model. ``assert_active()`` fails if it does not grow."""
