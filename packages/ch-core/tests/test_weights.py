@@ -65,6 +65,7 @@ def test_the_average_is_weighted_and_equal_on_all_ranks(hook: str, weights: list
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_two_and_four_ranks_equal_one_process_on_the_concatenated_batch(world: int) -> None:
+    torch.manual_seed(world)  # a mean of gradients that cancel each other has larger relative errors
     rows = [5, 1, 17, 2][:world]
     x, y = torch.randn(sum(rows), 7), torch.randn(sum(rows))
     layer = torch.nn.Linear(7, 1)
