@@ -130,7 +130,10 @@ def wrong(figure: Figure, page: str) -> str:
 
 
 def uncovered(page: str, rows: list[Figure]) -> list[str]:
-    """Return the parts of a page with a result (ms, MB, nats, times) that no row has. Code blocks and tables of predictions do not count."""
+    """Return the parts of a page with a result (ms, MB, nats, times) that no row has.
+
+    Code blocks and tables of predictions do not count.
+    """
     prose = flat(re.sub(r"^```.*?^```|^<!-- cluster .*?^<!-- end", "", page, flags=re.MULTILINE | re.DOTALL))
     covered: set[int] = set()  # places of digits
     for row in rows:

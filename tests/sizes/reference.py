@@ -74,7 +74,7 @@ TOLERANCES: dict[str, Callable[[int], Tolerance]] = {
     # begin blocks at other elements. Each rounding errs by half a step; inside= by two more roundings.
     "blocks, two levels": lambda world: Tolerance(1.5),
     # Unit: threshold of the ranks' chunks over W. Entries whose magnitudes agree within fp32's rounding may change places.
-    # A value is rounded to bf16, or to one of two levels of its chunk, which follow from sums. A level near the middle between two
+    # A value is rounded to bf16, or to one of two levels of its chunk, which follow from sums. A level near the middle of two
     # numbers of bf16 may go either way, with up to 41 values, 1 % of a chunk.
     "topk": lambda world: Tolerance(1.01, 2.0**-16, 2.0**-15, 45),
     # Unit: largest magnitude of the average's matrix. A product adds up to 40 000 numbers in fp32, whose roundings make 2**-16

@@ -57,5 +57,7 @@ def test_with_nodes_the_line_has_the_bytes_that_leave_a_node() -> None:
     """Inside a node two_level sends about as much as plain averaging."""
     line = spawn(_on_nodes, 4)[0]
     # Round a ring of four ranks, one rank of a node sends 4 160 numbers of 4 bytes twice, but for a quarter.
-    found = re.search(r"each node sends (\S+) kB to other nodes per step instead of the 25.0 kB of plain averaging", line)
+    found = re.search(
+        r"each node sends (\S+) kB to other nodes per step instead of the 25.0 kB of plain averaging", line
+    )
     assert found is not None and float(found[1]) < 4.0, line
