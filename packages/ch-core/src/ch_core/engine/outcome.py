@@ -195,7 +195,7 @@ def _out_of_step(name: str, clocks: dict[int, int]) -> CommHooksError:
         "do not belong together. The numbers are committed steps, plus optimizer steps or votes if optimizer=, scaler= or a "
         "manager is given. A rank with other parameters has a number far from the others. Otherwise a rank skipped an optimizer "
         "step, ran one under no_sync(), rolled back, dropped a step, or resumed alone. Give all ranks the same model, load the "
-        "same checkpoint on all ranks, or attach again"
+        "same checkpoint on all ranks, or attach again, with link= over a new process group"
     )
 
 
