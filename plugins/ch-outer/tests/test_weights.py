@@ -108,6 +108,27 @@ def test_it_resumes_to_the_bit_within_a_round(options: dict[str, Any], stop: int
         assert same(through, resumed)
 
 
+def test_a_round_that_is_dropped_after_a_resume_keeps_its_weight() -> None:
+    def body(rank: SimulatedRank) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        def drop_and_train(model: nn.Module, optimizer: OuterOptimizer) -> list[torch.Tensor]:
+            optimizer._shared.fragments[0].drop()  # as after the loss of a group
+            train(model, optimizer, rank.rank, range(3, 7))
+            optimizer.finish()
+            return values(model)
+
+        model, again = make(), make()
+        optimizer = outer(model, rank, every=3, overlap=2)
+        train(model, optimizer, rank.rank, range(3))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        resumed = outer(again, rank, every=3, overlap=2)
+        again.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        return drop_and_train(model, optimizer), drop_and_train(again, resumed)
+
+    for through, resumed in simulate(2, body):
+        assert same(through, resumed)
+
+
 class Once(Reduction):
     """Averages exactly, but raises in its first round on one rank."""
 

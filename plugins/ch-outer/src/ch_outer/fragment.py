@@ -290,6 +290,7 @@ class Fragment:
             "left": {name: tensor.clone() for name, tensor in self._sent_from.items()} if waiting else {},
             "rest": {name: tensor.clone() for name, tensor in self._rounding.items()},
             "weight": None if self._moves.weight is None else float(self._moves.weight),
+            "sent_weight": float(self.sent_weight) if waiting and self.sent_weight is not None else None,
         }
 
     def check(self, saved: Mapping[str, Any]) -> None:
@@ -317,6 +318,7 @@ class Fragment:
         self._moves.clear()
         if saved.get("weight") is not None:
             self._moves.add(saved["weight"])
+        self.sent_weight = saved.get("sent_weight")
         self.landed = self.settled  # steps of the loaded run, not of this process
         for name, start in self.starts.items():
             start.copy_(saved["start"][name])
