@@ -142,6 +142,7 @@ def test_a_variable_names_the_hook_of_ten_minutes(ten_minutes, monkeypatch):
     assert "Linear" in python("-c", "import torch; print(torch.nn.Linear)", cwd=folder, path=site)
 
 
+@pytest.mark.full
 @pytest.mark.packaging
 def test_the_plugin_of_the_page_is_found(plugin):
     folder, site = plugin

@@ -60,7 +60,8 @@ def check(cases: list[Case], count: int) -> None:
 def test_late_runs_equal_plain_runs(group: str) -> None:
     if group == "managers":
         pytest.importorskip("torchft")
-    check(GROUPS[group], 2)
+    cases = GROUPS[group]
+    check(cases, 1 if len(cases) > 2 else 2)
 
 
 @pytest.mark.full

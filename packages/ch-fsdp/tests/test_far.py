@@ -40,7 +40,7 @@ def far_and_near(rank: int, world: int) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_two_ranks_of_an_axis_have_the_bits_of_near_ones(world: int) -> None:
     """On four ranks between two replicas of two shards, and on two ranks inside one shard mesh."""
     ranks = spawn(far_and_near, world, timeout=100)

@@ -16,7 +16,8 @@ HOOK = "powersgd(rank=2)"
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("door", [False, pytest.param(True, marks=pytest.mark.full)], ids=["command", "environment"])
+@pytest.mark.full
+@pytest.mark.parametrize("door", [False, True], ids=["command", "environment"])
 def test_a_script_with_its_own_loop(tmp_path: Path, door: bool) -> None:
     done = run(tmp_path, "ddp_loop", hook=HOOK, door=door)
     assert done.stats["compressed_steps"] == done.stats["steps"] == 8
