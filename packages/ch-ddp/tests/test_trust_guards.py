@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from ch_ddp.adapter.foreign_driver import Control
 from ch_testing import spawn
 from commhooks import AllReduce, Bucket, Reduction, StepContext
 
@@ -263,3 +264,13 @@ def test_a_foreign_hook_that_fails_on_one_rank_ends_the_step_on_all(name: str, k
         assert "Wrap the model again" in second[1]
         assert second[2] < 1.0
     assert "rank 1" in results[0][1][1]
+
+
+def opens_and_closes(rank: int, world: int) -> None:
+    for _ in range(100):
+        Control(dist.group.WORLD, 20.0).close()
+
+
+@pytest.mark.full
+def test_a_control_channel_that_is_closed_at_once_breaks_no_rank_that_still_connects() -> None:
+    spawn(opens_and_closes, 2, timeout=100)

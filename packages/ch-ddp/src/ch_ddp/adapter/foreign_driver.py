@@ -322,9 +322,10 @@ class Control:
         number = StoreExchange(group, timeout)(os.urandom(8))[0].hex()
         self._store = PrefixStore(f"commhooks/control/{number}", _get_process_group_store(group))
         try:
-            private = dist.ProcessGroupGloo(
+            private: Any = dist.ProcessGroupGloo(
                 PrefixStore("gloo", self._store), self.rank, self.world_size, timedelta(seconds=timeout)
             )
+            private.barrier().wait()  # a rank that closes its channel at once would break those that still connect
         except RuntimeError as error:
             raise TransportError(
                 f"ranks could not open a control channel: {error}. Check that every host is reachable under its name, or "
