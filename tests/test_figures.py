@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "docs" / "measured"
 NUMBER = re.compile(r"\{([+-]?\d[\d .]*)\}")
 RESULT = re.compile(r"\d\s?(?:ms|×|nats|MB)(?![\w-])|\d times (?:sooner|faster|fewer|less|as fast)")
-LINK = re.compile(r"(?:bit/s(?:,| and) |round trip of |mbit,)\d*$")  # before a round trip, which is no result
+LINK = re.compile(r"(?:bit/s(?:,| and| with a round trip of) |mbit,)\d*$")  # before a round trip, which is no result
 BAD = {"silent", "hang", "abort", "segfault"}
 
 

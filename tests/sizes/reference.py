@@ -74,9 +74,10 @@ TOLERANCES: dict[str, Callable[[int], Tolerance]] = {
     # begin blocks at other elements. Each rounding errs by half a step; inside= by two more roundings.
     "blocks, two levels": lambda world: Tolerance(1.5),
     # Unit: threshold of the ranks' chunks over W. Entries whose magnitudes agree within fp32's rounding may change places.
-    # A value is rounded to bf16, or to one of two levels of its chunk, which follow from sums. A level near the middle of two
-    # numbers of bf16 may go either way, with up to 41 values, 1 % of a chunk.
-    "topk": lambda world: Tolerance(1.01, 2.0**-16, 2.0**-15, 45),
+    # A value is rounded to bf16, or to one of two levels of its chunk, which follow from sums.
+    "topk": lambda world: Tolerance(1.01, 2.0**-16, 2.0**-15, 4),
+    # A level near the middle of two numbers of bf16 may go either way, with up to 41 values, 1 % of a chunk.
+    "topk, two levels": lambda world: Tolerance(1.01, 2.0**-16, 2.0**-15, 4 + 41),
     # Unit: largest magnitude of the average's matrix. A product adds up to 40 000 numbers in fp32, whose roundings make 2**-16
     # of the sum if they are independent. There are three products, and factors of gradients that are noise have condition
     # numbers below 3.
@@ -594,7 +595,7 @@ class TopK(Method):
         answer = Answer(
             sent.mean(0),
             unit.mean(0) + sent.abs().mean(0),
-            "topk",
+            "topk, two levels" if self.bits == 2 else "topk",
             sent=sent,
             kept_unit=unit,
             kept_tolerance="kept, topk",

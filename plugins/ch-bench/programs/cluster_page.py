@@ -73,7 +73,7 @@ class Cell:
 
     @property
     def short(self) -> str:
-        """The hook, its time, and that of plain DDP."""
+        """The hook with the time of its step and of a step of plain DDP; "none" if no hook helps."""
         if self.chosen is self.plain:
             return "none"
         return f"`{self.chosen.hook}`: {_time(self.chosen.seconds)} instead of {_time(self.plain.seconds)}"

@@ -244,8 +244,8 @@ class Engine:
             before = step.outcome.weights
             step.outcome = self._new_outcome(late=step.outcome.take_error())
             step.participating = self.participating
-            # First, because this step has no draft and would roll back that of the last one, and because its reference weight
-            # follows from the last one.
+            # The last step is resolved first. This step has no draft and would roll back the draft of the last one, and the
+            # reference weight of this step follows from the last one.
             self._local(self.resolve_before_next_step)
             self._weigh(step.outcome, self.messenger.device, early=before is not None and before.early)
         if outside is not None:
